@@ -1,0 +1,1 @@
+"""The paths that the benchmark tensor_parallel compares, by kind of case."""

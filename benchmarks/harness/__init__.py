@@ -1,0 +1,33 @@
+"""What every benchmark shares: cases, the measuring loop, statistics, shapes, the machine."""
+
+from fusedcomm.benchmarks.harness.case import (
+    Case,
+    CaseResult,
+    MemoryUse,
+    Options,
+    Path,
+    PathResult,
+    Prepared,
+    Ranks,
+    Verdict,
+    relative_bound,
+)
+from fusedcomm.benchmarks.harness.shapes import SHAPES, ModelShape
+from fusedcomm.benchmarks.harness.stats import Estimate, compare
+
+__all__ = [
+    "SHAPES",
+    "Case",
+    "CaseResult",
+    "Estimate",
+    "MemoryUse",
+    "ModelShape",
+    "Options",
+    "Path",
+    "PathResult",
+    "Prepared",
+    "Ranks",
+    "Verdict",
+    "compare",
+    "relative_bound",
+]

@@ -1,0 +1,307 @@
+"""The communicator: a process group whose ranks share memory.
+
+Making one finds the peers and maps their memory; after that the ranks are all a user needs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from fusedcomm import board
+from fusedcomm.board import ControlBlock
+from fusedcomm.errors import ClosedError
+from fusedcomm.protocol import Call, Workspace, exchange
+from fusedcomm.rendezvous import meet
+from fusedcomm.symmetric.links import Links
+from fusedcomm.symmetric.shm import Segment
+from fusedcomm.symmetric.tensor import SymmetricTensor
+from fusedcomm.waiting import Awaited, Watch, following
+
+#: Seconds a wait may last by default: a peer may be compiling.
+DEFAULT_TIMEOUT_S = 600.0
+
+_cache: dict[tuple[str, str], Communicator] = {}
+_made: dict[tuple[str, str], int] = {}
+_lock = threading.Lock()
+
+
+def resolve_group(group: Any = None) -> dist.ProcessGroup:
+    """The process group meant by a ``ProcessGroup``, a 1-D ``DeviceMesh`` or None (the default).
+
+    Raises:
+        ValueError: torch.distributed is not initialised, or the mesh has several dimensions.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "group=None means torch.distributed's default group, which does not exist: call "
+                "torch.distributed.init_process_group first (torchrun sets its environment)"
+            )
+        return dist.group.WORLD
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a DeviceMesh of {group.ndim} dimensions, but an operation runs over "
+                "one: choose it, as in mesh['tp']"
+            )
+        return group.get_group()
+    raise ValueError(
+        f"group must be a ProcessGroup, a 1-D DeviceMesh or None, not {type(group).__name__}"
+        + ("; this rank is no member of it" if group == dist.GroupMember.NON_GROUP_MEMBER else "")
+    )
+
+
+class Communicator:
+    """A process group whose ranks share memory. Made by ``Communicator.of``, never directly.
+
+    Within one communicator every rank issues the same calls in the same order, from one thread (a
+    backward pass may run in autograd's own). A second thread makes its own with another channel.
+
+    Attributes:
+        rank, world_size: this rank's number in the group, and the group's size.
+        device: where this rank's tensors lie.
+        channel: the name that tells communicators of one group apart.
+        shares_memory: whether all ranks can address each other; if not, only the ``plain`` engine,
+            torch.distributed's collectives, can serve this group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, channel: str, timeout_s: float) -> None:
+        key = (group.group_name, channel)
+        self.group = group
+        self.channel = channel
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.device = _device_of(group)
+        #: Where the counters of new workspaces start; tests set it near the wrap-around.
+        self.first_epoch = 0
+        self._workspaces: dict[str, Workspace] = {}
+        self._thread: int | None = None
+        self._barriers = 0
+        _made[key] = _made.get(key, 0) + 1
+        met = meet(group, f"fusedcomm/{channel}/{_made[key]}", timeout_s)
+        self.shares_memory = met is not None
+        links, blocks = met or (Links(self.rank), {self.rank: _private_block()})
+        self._links = links
+        self._blocks = blocks
+        self._watch = Watch(self.rank, blocks, links, timeout_s)
+        self._closed = False
+
+    @classmethod
+    def of(
+        cls, group: Any = None, *, channel: str = "", timeout_s: float | None = None
+    ) -> Communicator:
+        """The communicator of a group; collective the first time, from the cache after that.
+
+        Args:
+            group: a ``ProcessGroup``, a 1-D ``DeviceMesh``, or None for the default group.
+            channel: a name; communicators of one group with other names share nothing.
+            timeout_s: the longest any wait may last, in seconds; 600 unless given. Given again for
+                a cached communicator, it replaces the old limit.
+
+        Raises:
+            ValueError: there is no such group.
+            PeerTimeoutError, PeerLostError: a rank of the group did not come.
+        """
+        resolved = resolve_group(group)
+        key = (resolved.group_name, channel)
+        with _lock:
+            cached = _cache.get(key)
+            if cached is not None and cached.group is not resolved:
+                # The group was destroyed and another took its name.
+                cached.close()
+                cached = None
+            if cached is None:
+                cached = cls(
+                    resolved, channel, DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+                )
+                _cache[key] = cached
+            elif timeout_s is not None:
+                cached._watch.timeout_s = timeout_s
+        return cached
+
+    @staticmethod
+    def named(group_name: str, channel: str) -> Communicator:
+        """The communicator of the group that torch calls ``group_name``; see ``of``."""
+        cached = _cache.get((group_name, channel))
+        if cached is not None and not cached._closed:
+            return cached
+        group = distributed_c10d._resolve_process_group(group_name)
+        return Communicator.of(group, channel=channel)
+
+    @staticmethod
+    def live() -> list[Communicator]:
+        """The open communicators of this process."""
+        return list(_cache.values())
+
+    def symmetric_empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> SymmetricTensor:
+        """Allocate a tensor that every rank can address; collective.
+
+        Args:
+            shape: its shape, the same on every rank.
+
+        Raises:
+            SharedMemoryError: the operating system would not give the memory.
+        """
+        size = torch.Size(shape).numel() * dtype.itemsize
+        label = f"symmetric tensor {list(shape)} {dtype}"
+        with self.collective(label):
+            self._require_shared_memory("symmetric_empty")
+            ranks = list(range(self.world_size))
+            segments = exchange(self._watch, Segment.create("tensor", size), label, ranks)
+            ordered = [segments[rank] for rank in ranks]
+        return SymmetricTensor(ordered, self.rank, tuple(shape), dtype)
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        with self.collective("barrier"):
+            if not self.shares_memory:
+                dist.barrier(self.group)
+                return
+            self._barriers = following(self._barriers)
+            self._watch.fence()
+            mine = ControlBlock.barrier_index(self.rank)
+            peers = [rank for rank in self._blocks if rank != self.rank]
+            for peer in peers:
+                self._blocks[peer].words[mine] = self._barriers
+            awaited = Awaited("barrier", self._barriers, -1, "the arrival")
+            words = self._blocks[self.rank].words
+            for peer in peers:
+                index = ControlBlock.barrier_index(peer)
+                self._watch.wait(words, index, self._barriers, peer, awaited)
+                self._watch.compare(peer)
+
+    @contextmanager
+    def collective(self, text: str) -> Iterator[None]:
+        """One call: announced to the peers, and fatal to the communicator if it fails.
+
+        Args:
+            text: all that must be equal on every rank: operation, dtype, global shape, chunking.
+        """
+        self.require_usable()
+        self._require_thread()
+        self._watch.post(text)
+        try:
+            yield
+        except BaseException as error:
+            self._watch.fail(error)
+            raise
+
+    def take(self, op: str, kind: str, *, regions: int, region_bytes: int, chunks: int) -> Call:
+        """Within ``collective``: a slot of the workspace ``kind``, which is grown if it must be.
+
+        Args:
+            op: the operation's public name, for messages.
+            regions, region_bytes, chunks: see ``Workspace``; the same on every rank.
+        """
+        workspace = self._workspaces.get(kind)
+        if workspace is None or not workspace.fits(region_bytes, chunks):
+            workspace = self._grow(workspace, kind, regions, region_bytes, chunks)
+        return Call(self._watch, workspace, op)
+
+    def await_peers(self, op: str) -> None:
+        """Within ``collective``: wait until every peer has begun the same call."""
+        for peer in self._links.peers:
+            self._watch.await_call(peer, Awaited(op, self._watch.number, -1, "the call"))
+
+    def workspace_bytes(self) -> dict[str, dict[str, int]]:
+        """Symmetric memory held by this rank: kind of workspace -> bytes of data and of flags."""
+        return {
+            kind: {"data": workspace.data_bytes, "flags": workspace.flag_bytes}
+            for kind, workspace in self._workspaces.items()
+        }
+
+    def abort(self, reason: str) -> None:
+        """Make every rank's waits on this communicator raise ``AbortedError``."""
+        self._blocks[self.rank].set_state(board.ABORTED, f"rank {self.rank} aborted: {reason}")
+
+    def close(self) -> None:
+        """Give everything back; idempotent, not collective. Ranks that still wait get an error."""
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.close()
+        self._workspaces.clear()
+        self._links.close()
+        key = (self.group.group_name, self.channel)
+        if _cache.get(key) is self:
+            del _cache[key]
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        channel = f", channel={self.channel!r}" if self.channel else ""
+        return f"Communicator(rank={self.rank}, world_size={self.world_size}{channel})"
+
+    def require_usable(self) -> None:
+        """Raise ``ClosedError`` if the communicator was closed or has failed."""
+        if self._closed:
+            raise ClosedError(
+                "this communicator was closed; Communicator.of(group) makes a new one"
+            )
+        if self._watch.state != board.RUNNING:
+            raise ClosedError(
+                "this communicator is unusable after an error; close() it on every rank and make "
+                f"a new one with Communicator.of(group). The error was: {self._watch.reason}"
+            )
+
+    def _grow(
+        self, old: Workspace | None, kind: str, regions: int, region_bytes: int, chunks: int
+    ) -> Workspace:
+        if old is not None:
+            region_bytes, chunks = max(region_bytes, old.region_bytes), max(chunks, old.chunks)
+            # Readers keep their own mappings of the old memory; it goes when the last is done.
+            del self._workspaces[kind]
+        self._require_shared_memory(kind)
+        workspace = Workspace(
+            self._watch,
+            kind,
+            self.world_size,
+            regions=regions,
+            region_bytes=region_bytes,
+            chunks=chunks,
+            first_epoch=self.first_epoch,
+        )
+        self._workspaces[kind] = workspace
+        return workspace
+
+    def _require_shared_memory(self, what: str) -> None:
+        if not self.shares_memory:
+            raise ValueError(
+                f"{what} needs ranks that share memory, but this group spans several machines"
+            )
+
+    def _require_thread(self) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # A backward pass; its caller waits for it, so the order of calls is kept.
+        thread = threading.get_ident()
+        if self._thread is None:
+            self._thread = thread
+        elif self._thread != thread:
+            raise ValueError(
+                f"this communicator (channel {self.channel!r}) belongs to another thread; a second "
+                "thread needs its own: Communicator.of(group, channel='…')"
+            )
+
+
+def _private_block() -> ControlBlock:
+    return ControlBlock(Segment.create("control", ControlBlock.size(1)), 1)
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    if torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,1 @@
+"""The overlapped engine for CPU tensors: torch operations per chunk, on shared memory."""

@@ -1,0 +1,118 @@
+"""The reduce-scatter of the host engine: every rank writes its partials where they are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fusedcomm.communicator import Communicator
+from fusedcomm.schedule import piece_bounds, reduce_order
+from fusedcomm.trace import span
+
+#: Float32 elements of the block in which partials are added: it stays in the second-level cache.
+_BLOCK = 1 << 17
+
+#: Fills a tensor with this rank's partial result for rows start..stop.
+Partial = Callable[[int, int, torch.Tensor], None]
+
+
+def reduce_scatter(
+    comm: Communicator,
+    op: str,
+    partial: Partial,
+    accumulate: Partial | None,
+    *,
+    bounds: list[tuple[int, int]],
+    features: int,
+    wire: torch.dtype,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    pieces: int,
+) -> torch.Tensor:
+    """This rank's rows of the sum of all ranks' partials: ``[rows, features]`` in ``dtype``.
+
+    The partials are made in the order next rank … own rank, each straight in its owner's memory,
+    and added in float32 in the order of ranks; then the bias, and one rounding.
+
+    Args:
+        partial: writes this rank's partial into a tensor of dtype ``wire``.
+        accumulate: adds it to what the tensor holds, in the GEMM's own accumulator; used for two
+            ranks, where it saves a pass over the result. None if there is no such thing.
+        bounds: which rows of the result each rank gets; the first chunk is the longest.
+
+    Flags: ready[me][piece] on the owner, awaited there by this function; consumed likewise.
+    """
+    rank, world_size = comm.rank, comm.world_size
+    row_bytes = features * wire.itemsize
+    if world_size > 1:
+        call = comm.take(
+            op,
+            "scatter",
+            regions=world_size,
+            region_bytes=(bounds[0][1] - bounds[0][0]) * row_bytes,
+            chunks=pieces,
+        )
+    *owners, _ = reduce_order(rank, world_size)
+    for owner in owners:
+        call.await_reader(owner)
+        first, last = bounds[owner]
+        for piece, (start, stop) in enumerate(piece_bounds(last - first, pieces)):
+            with span("gemm", f"partial for rank {owner}", rank=rank, piece=piece):
+                place = (start * row_bytes, (stop - start, features), wire, piece)
+                partial(first + start, first + stop, call.write(owner, *place))
+            call.signal(owner, piece)
+
+    first, last = bounds[rank]
+    rows = last - first
+
+    def await_part(source: int) -> torch.Tensor:
+        with span("wait", f"wait for rank {source}", rank=rank, source=source):
+            for piece in range(pieces):
+                call.wait(source, piece)
+        return call.read(source, 0, (rows, features), wire)
+
+    if world_size == 2 and accumulate is not None and bias is None:
+        peer = 1 - rank
+        result = torch.empty(rows, features, dtype=dtype)
+        theirs = await_part(peer)
+        with span("gemm", "own rows, added to the peer's partial", rank=rank):
+            accumulate(first, last, result.copy_(theirs))
+        call.consumed(peer)
+        return result
+    with span("gemm", "own rows", rank=rank):
+        own = torch.empty(rows, features, dtype=wire)
+        partial(first, last, own)
+    parts = [own if source == rank else await_part(source) for source in range(world_size)]
+    with span("reduce", "add the partials", rank=rank):
+        result = add_in_order(parts, bias, dtype)
+    for owner in owners:
+        call.consumed(owner)
+    return result
+
+
+def add_in_order(
+    parts: list[torch.Tensor], bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The sum of ``parts`` and ``bias`` in float32, in their order, rounded once to ``dtype``.
+
+    Args:
+        parts: tensors of one shape ``[rows, features]`` and dtype; a single one may be returned.
+        bias: ``[features]`` or None.
+    """
+    if len(parts) == 1 and bias is None:
+        return parts[0].to(dtype)
+    rows, features = parts[0].shape
+    result = torch.empty(rows, features, dtype=dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    block_rows = max(1, _BLOCK // max(1, features))
+    block = torch.empty(min(block_rows, rows), features, dtype=wide)
+    for start in range(0, rows, block_rows):
+        stop = min(start + block_rows, rows)
+        total = block[: stop - start].copy_(parts[0][start:stop])
+        for part in parts[1:]:
+            total += part[start:stop]
+        if bias is not None:
+            total += bias
+        result[start:stop].copy_(total)
+    return result

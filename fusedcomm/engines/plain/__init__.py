@@ -1,0 +1,1 @@
+"""torch.distributed's collective, then the GEMM: no overlap, any backend, any distance."""

@@ -1,0 +1,35 @@
+"""The exceptions of the library.
+
+Wrong input is a plain ``ValueError`` and is raised before anything is sent. Everything here is
+about other ranks; after one of them the communicator is unusable and says so.
+"""
+
+from __future__ import annotations
+
+
+class FusedcommError(RuntimeError):
+    """Base of every error that concerns other ranks."""
+
+
+class PeerLostError(FusedcommError):
+    """A rank that this one waits for has died or has closed its communicator."""
+
+
+class PeerTimeoutError(FusedcommError):
+    """A rank that this one waits for did not come within the communicator's ``timeout_s``."""
+
+
+class MismatchError(FusedcommError):
+    """Ranks disagree on the current call: another operation, shape, dtype or order of calls."""
+
+
+class AbortedError(FusedcommError):
+    """A rank called ``Communicator.abort``, or failed in the middle of a call."""
+
+
+class ClosedError(FusedcommError):
+    """The communicator was closed, or an earlier error made it unusable."""
+
+
+class SharedMemoryError(FusedcommError, MemoryError):
+    """The operating system would not give the shared memory that a call needs."""

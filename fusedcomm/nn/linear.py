@@ -1,0 +1,232 @@
+"""Linear layers cut over the ranks of a group.
+
+===================== ============= ================ ======================================
+module                weight        input            output
+===================== ============= ================ ======================================
+ColumnParallelLinear  [out/W, in]   token shard, or  all tokens, this rank's features
+                                    all tokens
+RowParallelLinear     [out, in/W]   all tokens, this token shard, or all tokens
+                                    rank's features
+===================== ============= ================ ======================================
+
+A column layer followed by a row layer is an MLP or an attention block with one exchange on each
+side. The shards are ``torch.chunk``'s, uneven and empty ones included.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedcomm.communicator import Communicator
+from fusedcomm.ops.tensor_parallel import (
+    all_gather_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+    replicated_linear,
+)
+from fusedcomm.schedule import shard_bounds
+
+LAYOUTS = ("sharded", "replicated")
+
+
+def check_layout(name: str, layout: str) -> str:
+    """``layout`` if it is one.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"{name} must be 'sharded' or 'replicated'; got {layout!r}")
+    return layout
+
+
+class _ParallelLinear(nn.Module):
+    """What the two layers share: a weight cut along ``weight_dim``, its state and its creation."""
+
+    #: Parameter name -> the dimension it is cut along; a parameter not named is replicated.
+    shard_dims: dict[str, int]
+    _weight_dim: int
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Any = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.comm = group if isinstance(group, Communicator) else Communicator.of(group)
+        self.in_features = in_features
+        self.out_features = out_features
+        shape = [out_features, in_features]
+        start, stop = self._bounds(shape[self._weight_dim])
+        shape[self._weight_dim] = stop - start
+        factory = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(shape, **factory))
+        bias_size = shape[0] if "bias" in self.shard_dims else out_features
+        self.bias = nn.Parameter(torch.empty(bias_size, **factory)) if bias else None
+        self.reset_parameters()
+
+    def _bounds(self, total: int) -> tuple[int, int]:
+        return shard_bounds(total, self.comm.world_size)[self.comm.rank]
+
+    def reset_parameters(self) -> None:
+        """Draw weight and bias as ``nn.Linear`` does, from the full layer's fan-in.
+
+        Every rank draws the full tensors and keeps its shard, so ranks with the same random state
+        hold exactly the shards of the layer that ``nn.Linear`` would have drawn, and stay in step.
+        """
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        with torch.no_grad():
+            self._load(
+                "weight", self._full(self.weight, self.out_features, self.in_features, bound)
+            )
+            if self.bias is not None:
+                self._load("bias", self._full(self.bias, self.out_features, None, bound))
+
+    @staticmethod
+    def _full(like: Tensor, rows: int, columns: int | None, bound: float) -> Tensor:
+        shape = (rows,) if columns is None else (rows, columns)
+        return torch.empty(shape, device=like.device, dtype=like.dtype).uniform_(-bound, bound)
+
+    def _load(self, name: str, full: Tensor) -> None:
+        """Fill a parameter with this rank's shard of the full tensor."""
+        dim = self.shard_dims.get(name)
+        if dim is not None:
+            start, stop = self._bounds(full.shape[dim])
+            full = full.narrow(dim, start, stop - start)
+        getattr(self, name).copy_(full)
+
+    @classmethod
+    def _like(cls, linear: nn.Linear, group: Any, **options: Any) -> Any:
+        """A layer that holds this rank's shards of an existing one."""
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            group=group,
+            device="meta",
+            dtype=linear.weight.dtype,
+            **options,
+        ).to_empty(device=linear.weight.device)
+        with torch.no_grad():
+            for name, parameter in linear.named_parameters():
+                layer._load(name, parameter)
+                getattr(layer, name).requires_grad_(parameter.requires_grad)
+        return layer.train(linear.training)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, rank={self.comm.rank}/{self.comm.world_size}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """``y = x · weightᵀ + bias`` with the output features cut over the ranks.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        bias: whether to add one; each rank holds its features' part.
+        group: the ranks; see ``fusedcomm.ops.tensor_parallel``.
+        input_layout: "sharded": x is this rank's tokens ``[T/W, …, in]``, gathered beside the
+            product; "replicated": x is all tokens, and only the gradient communicates.
+    """
+
+    shard_dims = {"weight": 0, "bias": 0}
+    _weight_dim = 0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Any = None,
+        input_layout: str = "sharded",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.input_layout = check_layout("input_layout", input_layout)
+        super().__init__(in_features, out_features, bias, group=group, device=device, dtype=dtype)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, group: Any = None, input_layout: str = "sharded"
+    ) -> ColumnParallelLinear:
+        """This rank's part of an existing layer; parameter names stay."""
+        return cls._like(linear, group, input_layout=input_layout)
+
+    def forward(
+        self, x: Tensor, *, gather_dim: int = 0, gathered_size: int | None = None
+    ) -> Tensor:
+        """``[…, T/W, …, in]`` (or ``[…, in]`` where replicated) to ``[…, T, …, out/W]``.
+
+        Args:
+            gather_dim, gathered_size: see :func:`fusedcomm.all_gather_linear`.
+        """
+        if self.input_layout == "replicated":
+            return replicated_linear(x, self.weight, self.bias, group=self.comm)
+        return all_gather_linear(
+            x,
+            self.weight,
+            self.bias,
+            group=self.comm,
+            gather_dim=gather_dim,
+            gathered_size=gathered_size,
+        )
+
+
+class RowParallelLinear(_ParallelLinear):
+    """``y = Σ_ranks x · weightᵀ + bias`` with the input features cut over the ranks.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        bias: whether to add one, once, after the sum; replicated, with a complete gradient.
+        group: the ranks; see ``fusedcomm.ops.tensor_parallel``.
+        output_layout: "sharded": y is this rank's tokens ``[T/W, …, out]``; "replicated": y is all
+            tokens, equal on every rank.
+    """
+
+    shard_dims = {"weight": 1}
+    _weight_dim = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Any = None,
+        output_layout: str = "sharded",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.output_layout = check_layout("output_layout", output_layout)
+        super().__init__(in_features, out_features, bias, group=group, device=device, dtype=dtype)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, group: Any = None, output_layout: str = "sharded"
+    ) -> RowParallelLinear:
+        """This rank's part of an existing layer; parameter names stay."""
+        return cls._like(linear, group, output_layout=output_layout)
+
+    def forward(self, x: Tensor, *, scatter_dim: int = 0) -> Tensor:
+        """``[…, T, …, in/W]`` to ``[…, T/W, …, out]``, or ``[…, T, …, out]`` where replicated.
+
+        Args:
+            scatter_dim: see :func:`fusedcomm.linear_reduce_scatter`.
+        """
+        if self.output_layout == "replicated":
+            return linear_all_reduce(x, self.weight, self.bias, group=self.comm)
+        return linear_reduce_scatter(
+            x, self.weight, self.bias, group=self.comm, scatter_dim=scatter_dim
+        )

@@ -1,0 +1,251 @@
+"""Linear layers cut over ranks, overlapped with their collective.
+
+Tensors are ``[…, tokens, …, features]``; weights have ``nn.Linear``'s layout ``[out, in]``. W is
+the world size. Shards of tokens are ``torch.chunk``'s: equal but for the last ones, which may be
+shorter or empty. ``group`` is a ``ProcessGroup``, a 1-D ``DeviceMesh``, a ``Communicator`` (to
+choose a channel) or None for the default group. At W = 1 every function equals the plain layer.
+
+Raises, all functions: ``ValueError`` for arguments that cannot be right, before anything is sent;
+``MismatchError`` where ranks disagree; ``PeerLostError``, ``PeerTimeoutError``, ``AbortedError``
+where a rank is gone, late or failed; ``ClosedError`` on a communicator that is unusable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedcomm.communicator import Communicator
+from fusedcomm.ops import library
+from fusedcomm.ops.checks import (
+    check_engine,
+    check_linear,
+    check_scattered,
+    check_shard,
+    check_wire_dtype,
+)
+
+Weights = Tensor | Sequence[Tensor]
+Biases = Tensor | None | Sequence[Tensor | None]
+
+
+class Address(NamedTuple):
+    """A communicator as custom ops name it, and what shapes depend on."""
+
+    group: str
+    channel: str
+    rank: int
+    world_size: int
+
+
+@torch._dynamo.assume_constant_result
+def _address(group: Any) -> Address:
+    comm = group if isinstance(group, Communicator) else Communicator.of(group)
+    return Address(comm.group.group_name, comm.channel, comm.rank, comm.world_size)
+
+
+def all_gather_linear(
+    x: Tensor,
+    weight: Weights,
+    bias: Biases = None,
+    *,
+    group: Any = None,
+    gather_dim: int = 0,
+    gathered_size: int | None = None,
+    return_gathered: bool = False,
+    save_gathered: bool = False,
+    engine: str = "auto",
+) -> Any:
+    """Gather x over the ranks and multiply: ``y = gathered(x) · weightᵀ + bias``.
+
+    Args:
+        x: this rank's shard of the tokens, ``[…, T/W, …, K]``, cut along ``gather_dim``.
+        weight: this rank's rows ``[N/W, K]``, or a sequence of such (q, k, v, or gate and up): x is
+            gathered once and a tuple comes back. N may differ from rank to rank.
+        bias: ``[N/W]`` or None; a sequence of the same length for several weights.
+        gather_dim: the dimension of x that is cut; not the last.
+        gathered_size: T. None means that all shards are equal.
+        return_gathered: return ``gathered(x)`` after the products. It carries gradient, this
+            rank's part of it, which is summed over ranks as the products' is: right for further
+            column-parallel use of it.
+        save_gathered: keep ``gathered(x)`` for the weight's gradient instead of gathering again in
+            the backward pass: W times the memory of x, one exchange less.
+        engine: "auto", "host" (overlapped, CPU) or "plain" (collective, then GEMM).
+
+    Returns:
+        y ``[…, T, …, N/W]``; a tuple of them for a sequence of weights; with ``return_gathered``
+        followed by gathered(x) ``[…, T, …, K]``.
+    """
+    weights, biases, several = _listed(weight, bias)
+    check_engine(engine)
+    check_linear(x, weights, biases)
+    address = _address(group)
+    dim = check_shard(x, gather_dim, gathered_size, address.rank, address.world_size)
+    size = x.shape[dim] * address.world_size if gathered_size is None else gathered_size
+    rows, rest = _to_rows(x, dim)
+    keep = return_gathered or save_gathered
+    present, biased = _present(biases)
+    outputs = library.all_gather_linear(
+        rows,
+        weights,
+        present,
+        size,
+        rest.numel(),
+        biased,
+        keep,
+        address.group,
+        address.channel,
+        engine,
+    )
+    results = [_from_rows(output, size, rest, dim) for output in outputs]
+    gathered = results.pop() if keep else None
+    ys = tuple(results) if several else results[0]
+    if not return_gathered:
+        return ys
+    return (*ys, gathered) if several else (ys, gathered)
+
+
+def linear_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: Any = None,
+    scatter_dim: int = 0,
+    wire_dtype: torch.dtype | None = None,
+    engine: str = "auto",
+) -> Tensor:
+    """Multiply and sum over ranks, each keeping its rows: ``y = shard(Σ x · weightᵀ) + bias``.
+
+    Args:
+        x: all tokens, this rank's features, ``[…, T, …, K/W]``. K may be cut unevenly.
+        weight: this rank's columns ``[N, K/W]``.
+        bias: ``[N]``, the same on every rank; added once, after the sum.
+        scatter_dim: the dimension along which y is cut, by ``torch.chunk``'s rule; not the last.
+        wire_dtype: dtype in which partials cross: x's, or float32, which rounds only once.
+        engine: as in :func:`all_gather_linear`.
+
+    Returns:
+        y ``[…, T/W, …, N]``.
+    """
+    check_engine(engine)
+    check_linear(x, [weight], [bias])
+    check_wire_dtype(x, wire_dtype)
+    dim = check_scattered(x, scatter_dim)
+    address = _address(group)
+    rows, rest = _to_rows(x, dim)
+    y = library.linear_reduce_scatter(
+        rows,
+        weight,
+        bias,
+        wire_dtype,
+        x.shape[dim],
+        rest.numel(),
+        address.group,
+        address.channel,
+        engine,
+    )
+    start, stop = library.scaled_bounds(x.shape[dim], address.world_size, 1)[address.rank]
+    return _from_rows(y, stop - start, rest, dim)
+
+
+def linear_all_reduce(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: Any = None,
+    wire_dtype: torch.dtype | None = None,
+    engine: str = "auto",
+) -> Tensor:
+    """Multiply and sum over ranks: ``y = Σ x · weightᵀ + bias``, bitwise equal on every rank.
+
+    y is replicated: its gradient is taken to be equal on all ranks and counts once, so that
+    ``dx = dy · weight`` needs no communication.
+
+    Args:
+        x: all tokens, this rank's features, ``[…, K/W]``. K may be cut unevenly.
+        weight: this rank's columns ``[N, K/W]``.
+        bias: ``[N]``, the same on every rank; added once, after the sum.
+        wire_dtype: dtype in which partials cross: x's, or float32, which rounds only once.
+        engine: as in :func:`all_gather_linear`.
+
+    Returns:
+        y ``[…, N]``.
+    """
+    check_engine(engine)
+    check_linear(x, [weight], [bias])
+    check_wire_dtype(x, wire_dtype)
+    address = _address(group)
+    rows = _flat(x)
+    y = library.linear_all_reduce(
+        [rows], [weight], bias, wire_dtype, address.group, address.channel, engine
+    )
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def replicated_linear(
+    x: Tensor, weight: Weights, bias: Biases = None, *, group: Any = None, engine: str = "auto"
+) -> Any:
+    """Multiply an x that all ranks have: ``y = x · weightᵀ + bias``.
+
+    Only the backward pass communicates: dx is the sum over ranks of ``dy · weight``, overlapped.
+
+    Args:
+        x: all tokens and features, equal on every rank, ``[…, K]``.
+        weight: this rank's rows ``[N/W, K]``, or a sequence of such; then a tuple comes back.
+        bias: ``[N/W]`` or None; a sequence of the same length for several weights.
+        engine: as in :func:`all_gather_linear`.
+
+    Returns:
+        y ``[…, N/W]``.
+    """
+    weights, biases, several = _listed(weight, bias)
+    check_engine(engine)
+    check_linear(x, weights, biases)
+    address = _address(group)
+    rows = _flat(x)
+    ys = library.replicated_linear(
+        rows, weights, *_present(biases), address.group, address.channel, engine
+    )
+    shaped = tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys)
+    return shaped if several else shaped[0]
+
+
+def _listed(weight: Weights, bias: Biases) -> tuple[list[Tensor], list[Tensor | None], bool]:
+    if isinstance(weight, Tensor):
+        if bias is not None and not isinstance(bias, Tensor):
+            raise ValueError("bias is a sequence, but weight is one tensor")
+        return [weight], [bias], False
+    weights = list(weight)
+    if bias is None:
+        return weights, [None] * len(weights), True
+    if isinstance(bias, Tensor) or len(bias) != len(weights):
+        got = "one tensor" if isinstance(bias, Tensor) else f"{len(bias)} of them"
+        raise ValueError(
+            f"bias must be None or a sequence of {len(weights)}, one per weight; got {got}"
+        )
+    return weights, list(bias), True
+
+
+def _present(biases: list[Tensor | None]) -> tuple[list[Tensor], list[int]]:
+    """The biases that exist, and which weights they belong to."""
+    biased = [i for i, bias in enumerate(biases) if bias is not None]
+    return [bias for bias in biases if bias is not None], biased
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _to_rows(x: Tensor, dim: int) -> tuple[Tensor, torch.Size]:
+    """x as a matrix whose rows run first over ``dim``, and the other extents."""
+    moved = x.movedim(dim, 0)
+    return _flat(moved), moved.shape[1:-1]
+
+
+def _from_rows(rows: Tensor, size: int, rest: torch.Size, dim: int) -> Tensor:
+    return rows.reshape(size, *rest, rows.shape[-1]).movedim(0, dim).contiguous()

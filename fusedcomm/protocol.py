@@ -1,0 +1,263 @@
+"""The signalling protocol: slots, epochs, ready and consumed flags.
+
+A **workspace** is the memory of one kind of operation on one communicator. Every rank has a copy of
+the same layout, in shared memory of its own::
+
+    epoch[slot]                     how often this slot has been used; written by its own rank
+    ready[slot][source][chunk]      set by ``source``, whose data this rank will read
+    consumed[slot][reader]          set by ``reader`` when it has read what this rank wrote
+    data[slot][region]              ``region_bytes`` each
+
+Every byte of data has one writer for as long as the workspace lives: one region where a rank writes
+only into its own memory (and peers pull), one region per source where it writes into its peers'
+(push). So it is enough that a writer awaits the readers of what it wrote itself, whatever the
+shapes of the calls before.
+
+A call on slot ``s`` with epoch ``e``, in the order that makes it safe:
+
+1. Before a rank writes, it awaits ``consumed[s][reader] >= e - 1`` of every reader.
+2. It writes, then sets ``ready[s][me][chunk] = e`` on the reader, for a chunk with no rows too.
+3. A reader awaits ``ready[s][source][chunk] >= e``, and reads.
+4. When it has read all, it sets ``consumed[s][me] = e`` on the source.
+
+Flags are set, never counted; one flag has one writer; nothing is ever reset. ``docs/protocol.md``
+explains why this is safe; ``fusedcomm.testing.protocol_model`` checks it over all interleavings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusedcomm.board import FLAG_STRIDE
+from fusedcomm.errors import MismatchError
+from fusedcomm.symmetric.shm import Segment
+from fusedcomm.waiting import Awaited, Watch, following
+
+#: Buffer sets of a workspace: one may be written while the readers of the other are still busy.
+SLOTS = 2
+
+_PAGE = 4096
+_LINE = 128
+_FLAG_WORDS = FLAG_STRIDE // 4
+
+Recorder = Callable[..., None]
+_recorder: Recorder | None = None
+
+
+def set_recorder(recorder: Recorder | None) -> Recorder | None:
+    """Have every protocol step of this process reported; returns the previous recorder.
+
+    The recorder is called as ``recorder(event, op=, rank=, peer=, slot=, epoch=, chunk=)``, before
+    the step for begin, write, signal, read and consumed, and after it for wait (whose ``chunk`` is
+    -1 where readers of the last use are awaited). For write and read, ``peer`` is the rank that
+    owns the memory, and ``workspace``, ``offset`` and ``nbytes`` say which part of it. It serves
+    the race checker and deliberate delays.
+    """
+    global _recorder
+    previous, _recorder = _recorder, recorder
+    return previous
+
+
+def exchange(watch: Watch, own: Segment, label: str, ranks: list[int]) -> dict[int, Segment]:
+    """Map every peer's segment of the same name and size; collective.
+
+    Raises:
+        MismatchError: a peer is allocating something else.
+    """
+    payload = f"{label} {own.size}".encode()
+    awaited = Awaited(label, 0, -1, "shared memory")
+    segments = {watch.rank: own}
+    peers = [rank for rank in ranks if rank != watch.rank]
+    for peer in peers:
+        watch.send(peer, payload, own.descriptor, awaited)
+    for peer in peers:
+        theirs, descriptor = watch.receive(peer, awaited)
+        segments[peer] = Segment.attach(descriptor, own.size)
+        if theirs != payload:
+            raise MismatchError(
+                f"ranks disagree on an allocation: rank {watch.rank} has [{payload.decode()}], "
+                f"rank {peer} has [{theirs.decode()}]"
+            )
+    own.release_descriptor()
+    return segments
+
+
+class Workspace:
+    """The symmetric memory of one kind of operation. Made and grown collectively."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        kind: str,
+        world_size: int,
+        *,
+        regions: int,
+        region_bytes: int,
+        chunks: int,
+        first_epoch: int = 0,
+    ) -> None:
+        """Allocate on every rank; collective.
+
+        Args:
+            regions: 1 if each rank writes into its own memory, ``world_size`` if into its peers'.
+            region_bytes: bytes of data per slot and region.
+            chunks: the most chunks a source signals in one call.
+            first_epoch: where all counters start; not 0 only in tests of the wrap-around.
+        """
+        self.kind = kind
+        self.regions = regions
+        self.region_bytes = -(-region_bytes // _LINE) * _LINE
+        self.chunks = chunks
+        self._next_slot = 0
+        self._world_size = world_size
+        self._ready = SLOTS * _FLAG_WORDS
+        self._consumed = self._ready + SLOTS * world_size * chunks * _FLAG_WORDS
+        flag_bytes = (self._consumed + SLOTS * world_size * _FLAG_WORDS) * 4
+        self._data = -(-flag_bytes // _PAGE) * _PAGE
+        own = Segment.create(kind, self._data + self.data_bytes)
+        if first_epoch:
+            for index in range(0, flag_bytes // 4, _FLAG_WORDS):
+                own.words[index] = first_epoch
+        segments = exchange(watch, own, f"workspace {kind}", list(range(world_size)))
+        self.segments = [segments[rank] for rank in range(world_size)]
+        self._rank = watch.rank
+
+    @property
+    def flag_bytes(self) -> int:
+        """Bytes in front of the data: epochs and flags, to the next page."""
+        return self._data
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of data, all slots."""
+        return SLOTS * self.regions * self.region_bytes
+
+    def fits(self, region_bytes: int, chunks: int) -> bool:
+        return region_bytes <= self.region_bytes and chunks <= self.chunks
+
+    def take_slot(self) -> tuple[int, int]:
+        """The next slot, round-robin, and its epoch, advanced."""
+        slot = self._next_slot
+        self._next_slot = (slot + 1) % SLOTS
+        words = self.segments[self._rank].words
+        epoch = following(words[slot * _FLAG_WORDS])
+        words[slot * _FLAG_WORDS] = epoch
+        return slot, epoch
+
+    def ready_index(self, slot: int, source: int, chunk: int) -> int:
+        flag = (slot * self._world_size + source) * self.chunks + chunk
+        return self._ready + flag * _FLAG_WORDS
+
+    def consumed_index(self, slot: int, reader: int) -> int:
+        return self._consumed + (slot * self._world_size + reader) * _FLAG_WORDS
+
+    def data_offset(self, slot: int, writer: int) -> int:
+        """Where the data that ``writer`` writes begins."""
+        region = writer if self.regions > 1 else 0
+        return self._data + (slot * self.regions + region) * self.region_bytes
+
+
+class Call:
+    """One call of an operation on one slot of its workspace: the host's waits and signals."""
+
+    def __init__(self, watch: Watch, workspace: Workspace, op: str) -> None:
+        self.rank = watch.rank
+        self._watch = watch
+        self._workspace = workspace
+        self._op = op
+        self._slot, self._epoch = workspace.take_slot()
+        self._compared: set[int] = set()
+        self._record("begin", self.rank, -1)
+
+    def await_reader(self, reader: int) -> None:
+        """Wait until ``reader`` is done with what this rank wrote in the slot's last use."""
+        workspace = self._workspace
+        self._watch.wait(
+            workspace.segments[self.rank].words,
+            workspace.consumed_index(self._slot, reader),
+            self._epoch - 1,
+            reader,
+            Awaited(self._op, self._epoch, -1, "the last reader's signal"),
+        )
+        self._watch.fence()
+        self._record("wait", reader, -1)
+
+    def write(
+        self, owner: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype, chunk: int = 0
+    ) -> torch.Tensor:
+        """A part of this rank's region of the slot in ``owner``'s memory, for it to write."""
+        return self._part("write", owner, self.rank, offset, shape, dtype, chunk)
+
+    def read(
+        self, source: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype, chunk: int = 0
+    ) -> torch.Tensor:
+        """The part of the slot that ``source`` wrote for this rank, for it to read."""
+        owner = self.rank if self._workspace.regions > 1 else source
+        return self._part("read", owner, source, offset, shape, dtype, chunk)
+
+    def signal(self, reader: int, chunk: int = 0) -> None:
+        """Tell ``reader`` that this rank's ``chunk`` is written; it awaits this in ``wait``."""
+        self._record("signal", reader, chunk)
+        workspace = self._workspace
+        self._watch.fence()
+        index = workspace.ready_index(self._slot, self.rank, chunk)
+        workspace.segments[reader].words[index] = self._epoch
+
+    def wait(self, source: int, chunk: int = 0) -> None:
+        """Wait until ``source`` has written its ``chunk`` (its ``signal`` to this rank)."""
+        workspace = self._workspace
+        self._watch.wait(
+            workspace.segments[self.rank].words,
+            workspace.ready_index(self._slot, source, chunk),
+            self._epoch,
+            source,
+            Awaited(self._op, self._epoch, chunk, "data"),
+        )
+        self._watch.fence()
+        if source not in self._compared:
+            self._compared.add(source)
+            self._watch.compare(source)
+        self._record("wait", source, chunk)
+
+    def consumed(self, source: int) -> None:
+        """Tell ``source`` that all it wrote in this call has been read; see ``await_reader``."""
+        self._record("consumed", source, -1)
+        workspace = self._workspace
+        self._watch.fence()
+        index = workspace.consumed_index(self._slot, self.rank)
+        workspace.segments[source].words[index] = self._epoch
+
+    def _part(
+        self,
+        event: str,
+        owner: int,
+        writer: int,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        chunk: int,
+    ) -> torch.Tensor:
+        workspace = self._workspace
+        start = workspace.data_offset(self._slot, writer) + offset
+        part = workspace.segments[owner].tensor(start, shape, dtype)
+        if _recorder is not None:
+            nbytes = part.numel() * part.element_size()
+            place = {"workspace": workspace.kind, "offset": start, "nbytes": nbytes}
+            self._record(event, owner, chunk, **place)
+        return part
+
+    def _record(self, event: str, peer: int, chunk: int, **place: Any) -> None:
+        if _recorder is not None:
+            _recorder(
+                event,
+                op=self._op,
+                rank=self.rank,
+                peer=peer,
+                slot=self._slot,
+                epoch=self._epoch,
+                chunk=chunk,
+                **place,
+            )

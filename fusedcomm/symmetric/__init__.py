@@ -1,0 +1,1 @@
+"""Memory that every rank of a group can address."""

@@ -1,0 +1,32 @@
+"""Tensors that every rank of a communicator can address."""
+
+from __future__ import annotations
+
+import torch
+
+from fusedcomm.symmetric.shm import Segment
+
+
+class SymmetricTensor:
+    """A tensor allocated with the same shape by every rank, addressable by all of them.
+
+    Attributes:
+        local: this rank's tensor.
+        peers: every rank's tensor, this rank's included, by rank.
+        pointers: int64 ``[world_size]``, the addresses of ``peers`` in this process.
+        multicast: address through which a switch writes to all ranks at once; None on CPU.
+    """
+
+    def __init__(
+        self, segments: list[Segment], rank: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self.peers = [segment.tensor(0, shape, dtype) for segment in segments]
+        self.local = self.peers[rank]
+        self.pointers = torch.tensor([peer.data_ptr() for peer in self.peers], dtype=torch.int64)
+        self.multicast: int | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"SymmetricTensor(shape={tuple(self.local.shape)}, dtype={self.local.dtype}, "
+            f"ranks={len(self.peers)})"
+        )

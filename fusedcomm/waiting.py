@@ -1,0 +1,191 @@
+"""Bounded waits: nothing hangs, whatever the other ranks do.
+
+A wait ends when its flag is up, or with the error that says why it never will be: the awaited rank
+died or closed, ranks disagree about the current call, a rank failed, or the time is over. The
+looks at the other ranks happen every 50 ms; between them the core is given away, for there may be
+more ranks than cores.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import NamedTuple
+
+from fusedcomm import board
+from fusedcomm.errors import (
+    AbortedError,
+    FusedcommError,
+    MismatchError,
+    PeerLostError,
+    PeerTimeoutError,
+)
+from fusedcomm.symmetric.fence import make_fence
+from fusedcomm.symmetric.links import POLL_S, Links
+
+_STATE_OF: dict[type[FusedcommError], int] = {
+    PeerLostError: board.LOST,
+    PeerTimeoutError: board.TIMED_OUT,
+    MismatchError: board.MISMATCHED,
+}
+_ERROR_OF = {state: error for error, state in _STATE_OF.items()}
+
+#: Looks at a flag before the first system call: a few microseconds.
+_SPINS = 64
+#: Seconds of yielding, for a short wait; after that the rank sleeps between looks.
+_YIELD_S = 2e-3
+_NAP_S = 50e-6
+
+
+def reached(flag: int, wanted: int) -> bool:
+    """Whether ``flag`` is at or past ``wanted``, both int32 counters that may wrap around."""
+    return (flag - wanted) & 0xFFFFFFFF < 0x80000000
+
+
+def following(epoch: int) -> int:
+    """The int32 counter after ``epoch``."""
+    return (epoch + 0x80000001) % 0x100000000 - 0x80000000
+
+
+class Awaited(NamedTuple):
+    """What a wait is for; the words of its error message."""
+
+    op: str
+    epoch: int
+    chunk: int
+    what: str
+
+    def __str__(self) -> str:
+        where = "" if self.chunk < 0 else f", chunk {self.chunk}"
+        return f"{self.what} in {self.op} (epoch {self.epoch}{where})"
+
+
+class Watch:
+    """What this rank knows of its peers: whether they live, and what they are doing."""
+
+    def __init__(
+        self, rank: int, blocks: dict[int, board.ControlBlock], links: Links, timeout_s: float
+    ) -> None:
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self.fence = make_fence()
+        self.links = links
+        self.number = 0
+        self._blocks = blocks
+        self._own = blocks[rank]
+        self._text = ""
+
+    @property
+    def state(self) -> int:
+        return self._own.state
+
+    @property
+    def reason(self) -> str:
+        return self._own.reason
+
+    def post(self, text: str) -> None:
+        """Announce this rank's next call to all peers."""
+        self.number += 1
+        self._text = text
+        self._own.post(self.number, text)
+
+    def compare(self, peer: int) -> None:
+        """Compare the peer's view of the current call with this rank's.
+
+        Raises:
+            MismatchError: they differ.
+        """
+        theirs = self._blocks[peer].read(self.number)
+        if theirs is not None and theirs != self._text:
+            raise MismatchError(
+                f"ranks disagree on call {self.number}: rank {self.rank} is in "
+                f"[{self._text}], rank {peer} in [{theirs}]. Every rank of a group must issue the "
+                "same calls, with the same global shapes and dtypes, in the same order."
+            )
+
+    def fail(self, error: BaseException) -> None:
+        """Make the communicator unusable and let the peers' waits raise the same kind of error."""
+        if isinstance(error, FusedcommError):
+            self._own.set_state(_STATE_OF.get(type(error), board.ABORTED), str(error))
+        else:
+            reason = f"rank {self.rank} failed in the middle of a call: {error!r}"
+            self._own.set_state(board.ABORTED, reason)
+
+    def close(self) -> None:
+        self._own.set_state(board.CLOSED, f"rank {self.rank} closed its communicator")
+
+    def wait(self, words: memoryview, index: int, wanted: int, peer: int, awaited: Awaited) -> None:
+        """Wait until the flag ``words[index]``, which ``peer`` sets, reaches ``wanted``.
+
+        Raises:
+            PeerLostError, PeerTimeoutError, MismatchError, AbortedError: it never will.
+        """
+        for _ in range(_SPINS):
+            if reached(words[index], wanted):
+                return
+        start = time.monotonic()
+        look = start + POLL_S
+        while not reached(words[index], wanted):
+            now = time.monotonic()
+            if now < start + _YIELD_S:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_S)
+            if now >= look:
+                gone = self._gone(peer)
+                # A peer that finished its part and left is no fault: look once more.
+                if reached(words[index], wanted):
+                    return
+                self._check(peer, awaited, start, gone)
+                look = now + POLL_S
+
+    def await_call(self, peer: int, awaited: Awaited) -> None:
+        """Wait until ``peer`` has begun its call of the same number, and compare the two."""
+        start = time.monotonic()
+        while not self._blocks[peer].posted(self.number):
+            self._check(peer, awaited, start, self._gone(peer))
+            time.sleep(_NAP_S)
+        self.compare(peer)
+
+    def _check(self, peer: int, awaited: Awaited, start: float, gone: str | None) -> None:
+        """Raise if the wait for ``peer``, begun at ``start``, cannot succeed."""
+        for other in self._blocks:
+            if other != self.rank:
+                self.compare(other)
+        for block in self._blocks.values():
+            state = block.state
+            if state > board.CLOSED:
+                raise _ERROR_OF.get(state, AbortedError)(block.reason)
+        if gone is not None:
+            raise PeerLostError(f"rank {self.rank} waits for {awaited} of rank {peer}, but {gone}")
+        if time.monotonic() - start > self.timeout_s:
+            raise PeerTimeoutError(
+                f"rank {self.rank} waited {self.timeout_s:g} s for {awaited} of rank {peer}"
+            )
+
+    def receive(self, peer: int, awaited: Awaited) -> tuple[bytes, int]:
+        """The next message and descriptor of ``peer``, with the errors of ``wait``."""
+        start = time.monotonic()
+        try:
+            return self.links.receive(
+                peer, lambda: self._check(peer, awaited, start, self._gone(peer))
+            )
+        except ConnectionError as error:
+            raise PeerLostError(
+                f"rank {self.rank} waits for {awaited} of rank {peer}, but {error}"
+            ) from error
+
+    def send(self, peer: int, payload: bytes, descriptor: int, awaited: Awaited) -> None:
+        """Send a message and a descriptor to ``peer``."""
+        try:
+            self.links.send(peer, payload, descriptor)
+        except ConnectionError as error:
+            raise PeerLostError(f"rank {peer} is gone; rank {self.rank} has {awaited}") from error
+
+    def _gone(self, peer: int) -> str | None:
+        """Why nothing more will come from ``peer``, if so."""
+        if self._blocks[peer].state == board.CLOSED:
+            return f"rank {peer} closed its communicator"
+        if not self.links.alive(peer):
+            return f"rank {peer} died"
+        return None
