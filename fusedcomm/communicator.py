@@ -6,7 +6,8 @@ Making one finds the peers and maps their memory; after that the ranks are all a
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fusedcomm import board
 from fusedcomm.board import ControlBlock
 from fusedcomm.errors import ClosedError
-from fusedcomm.protocol import Call, Workspace, exchange
+from fusedcomm.planning import spaces
+from fusedcomm.protocol import Call, Space, Workspace, exchange
 from fusedcomm.rendezvous import meet
 from fusedcomm.symmetric.links import Links
 from fusedcomm.symmetric.shm import Segment
@@ -45,7 +47,7 @@ def resolve_group(group: Any = None) -> dist.ProcessGroup:
                 "group=None means torch.distributed's default group, which does not exist: call "
                 "torch.distributed.init_process_group first (torchrun sets its environment)"
             )
-        return dist.group.WORLD
+        return distributed_c10d._get_default_group()
     if isinstance(group, dist.ProcessGroup):
         return group
     if isinstance(group, DeviceMesh):
@@ -85,6 +87,7 @@ class Communicator:
         #: Where the counters of new workspaces start; tests set it near the wrap-around.
         self.first_epoch = 0
         self._workspaces: dict[str, Workspace] = {}
+        self._symmetric: dict[int, weakref.ref[SymmetricTensor]] = {}
         self._thread: int | None = None
         self._barriers = 0
         _made[key] = _made.get(key, 0) + 1
@@ -135,7 +138,7 @@ class Communicator:
         cached = _cache.get((group_name, channel))
         if cached is not None and not cached._closed:
             return cached
-        group = distributed_c10d._resolve_process_group(group_name)
+        group = distributed_c10d._resolve_process_group(distributed_c10d.GroupName(group_name))
         return Communicator.of(group, channel=channel)
 
     @staticmethod
@@ -145,6 +148,9 @@ class Communicator:
 
     def symmetric_empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> SymmetricTensor:
         """Allocate a tensor that every rank can address; collective.
+
+        An operation whose input lies in it reads it in place, without copying it in; such a call
+        returns when every rank has read it. The object must live as long as its memory is used.
 
         Args:
             shape: its shape, the same on every rank.
@@ -159,7 +165,21 @@ class Communicator:
             ranks = list(range(self.world_size))
             segments = exchange(self._watch, Segment.create("tensor", size), label, ranks)
             ordered = [segments[rank] for rank in ranks]
-        return SymmetricTensor(ordered, self.rank, tuple(shape), dtype)
+        number = self._watch.number
+        tensor = SymmetricTensor(ordered, self.rank, tuple(shape), dtype, number)
+        self._symmetric[number] = weakref.ref(tensor, lambda _: self._symmetric.pop(number, None))
+        return tensor
+
+    def find_symmetric(self, x: torch.Tensor) -> tuple[SymmetricTensor, int] | None:
+        """The symmetric tensor in which the contiguous ``x`` lies, and its offset in bytes."""
+        if not self._symmetric or not x.is_contiguous():
+            return None
+        address = x.untyped_storage().data_ptr()
+        for reference in list(self._symmetric.values()):
+            tensor = reference()
+            if tensor is not None and address == tensor.address:
+                return tensor, int(x.storage_offset()) * x.dtype.itemsize
+        return None
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -196,17 +216,41 @@ class Communicator:
             self._watch.fail(error)
             raise
 
-    def take(self, op: str, kind: str, *, regions: int, region_bytes: int, chunks: int) -> Call:
-        """Within ``collective``: a slot of the workspace ``kind``, which is grown if it must be.
+    def take(self, op: str, space: Space) -> Call:
+        """Within ``collective``: a slot of a workspace, which is grown if it must be.
 
         Args:
             op: the operation's public name, for messages.
-            regions, region_bytes, chunks: see ``Workspace``; the same on every rank.
+            space: what the call needs; the same on every rank.
         """
-        workspace = self._workspaces.get(kind)
-        if workspace is None or not workspace.fits(region_bytes, chunks):
-            workspace = self._grow(workspace, kind, regions, region_bytes, chunks)
-        return Call(self._watch, workspace, op)
+        return Call(self._watch, self._workspace(space), op)
+
+    def reserve(
+        self,
+        op: str,
+        *global_shapes: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        backward: bool = False,
+    ) -> None:
+        """Allocate the memory that calls of ``op`` will need, so that none of them grows it.
+
+        Collective.
+
+        Args:
+            op: "all_gather_linear", "linear_reduce_scatter" or "linear_all_reduce".
+            global_shapes: what crosses between the ranks, uncut: ``[T, …, K]`` of the gathered
+                input, or ``[T, …, N]`` of the summed output. Its first dimension is the cut one.
+            dtype: in which it crosses.
+            backward: whether the backward pass will run as well.
+
+        Raises:
+            ValueError: ``op`` is not known.
+            SharedMemoryError: the operating system would not give the memory.
+        """
+        with self.collective(f"reserve {op} {global_shapes} {dtype} backward={backward}"):
+            for shape in global_shapes:
+                for space in spaces(op, shape, self.world_size, dtype, backward):
+                    self._workspace(space)
 
     def await_peers(self, op: str) -> None:
         """Within ``collective``: wait until every peer has begun the same call."""
@@ -258,24 +302,17 @@ class Communicator:
                 f"a new one with Communicator.of(group). The error was: {self._watch.reason}"
             )
 
-    def _grow(
-        self, old: Workspace | None, kind: str, regions: int, region_bytes: int, chunks: int
-    ) -> Workspace:
+    def _workspace(self, space: Space) -> Workspace:
+        old = self._workspaces.get(space.kind)
+        if old is not None and old.fits(space):
+            return old
+        self._require_shared_memory(space.kind)
         if old is not None:
-            region_bytes, chunks = max(region_bytes, old.region_bytes), max(chunks, old.chunks)
+            space = old.joined(space)
             # Readers keep their own mappings of the old memory; it goes when the last is done.
-            del self._workspaces[kind]
-        self._require_shared_memory(kind)
-        workspace = Workspace(
-            self._watch,
-            kind,
-            self.world_size,
-            regions=regions,
-            region_bytes=region_bytes,
-            chunks=chunks,
-            first_epoch=self.first_epoch,
-        )
-        self._workspaces[kind] = workspace
+            del self._workspaces[space.kind]
+        workspace = Workspace(self._watch, space, self.world_size, self.first_epoch)
+        self._workspaces[space.kind] = workspace
         return workspace
 
     def _require_shared_memory(self, what: str) -> None:

@@ -6,13 +6,22 @@ whether the group shares memory. So every rank comes to the same answer without 
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from fusedcomm.communicator import Communicator
+from fusedcomm.protocol import Space
+from fusedcomm.schedule import scaled_bounds
 from fusedcomm.trace import record_plan
+
+if TYPE_CHECKING:
+    from fusedcomm.communicator import Communicator
+
+Bounds = list[tuple[int, int]]
 
 ENGINES = ("auto", "host", "plain")
 
@@ -50,7 +59,7 @@ class Plan:
 def plan(
     comm: Communicator,
     op: str,
-    bounds: list[tuple[int, int]],
+    bounds: Bounds,
     *,
     features: int,
     dtype: torch.dtype,
@@ -69,9 +78,8 @@ def plan(
     """
     chosen, reason = _choose_engine(comm, device, engine)
     rows = bounds[0][1]
-    result_bytes = bounds[-1][1] * features * dtype.itemsize
-    chunked = chosen == "host" and (comm.world_size == 1 or rows >= MIN_CHUNK_ROWS)
-    one_shot = chosen == "host" and not chunked and result_bytes <= ONE_SHOT_BYTES
+    chunked = chosen == "host" and is_chunked(bounds)
+    one_shot = chosen == "host" and is_one_shot(bounds, features * dtype.itemsize)
     if chosen == "host":
         reason += (
             f"; {rows} rows a rank are enough to cut the GEMM at the ranks' chunks"
@@ -82,6 +90,16 @@ def plan(
     result = Plan(chosen, chunked, 1, one_shot, reason)
     record_plan(op, chosen, comm.world_size if chunked else 1, reason)
     return result
+
+
+def is_chunked(bounds: Bounds) -> bool:
+    """Whether the GEMM is worth cutting at the ranks' chunks."""
+    return len(bounds) == 1 or bounds[0][1] >= MIN_CHUNK_ROWS
+
+
+def is_one_shot(bounds: Bounds, row_bytes: int) -> bool:
+    """Whether every rank of an all-reduce should add everything itself."""
+    return not is_chunked(bounds) and bounds[-1][1] * row_bytes <= ONE_SHOT_BYTES
 
 
 def _choose_engine(comm: Communicator, device: torch.device, engine: str) -> tuple[str, str]:
@@ -99,3 +117,37 @@ def _choose_engine(comm: Communicator, device: torch.device, engine: str) -> tup
         raise ValueError(f'engine="host" cannot serve this call: {obstacle}')
     warnings.warn(f"fusedcomm runs without overlap: {obstacle}", stacklevel=2)
     return "plain", obstacle
+
+
+def gather_space(bounds: Bounds, row_bytes: int, pieces: int = 1) -> Space:
+    """Every rank offers its chunk in its own memory."""
+    return Space("gather", 1, bounds[0][1] * row_bytes, pieces)
+
+
+def scatter_space(bounds: Bounds, row_bytes: int, pieces: int = 1) -> Space:
+    """Every rank writes a part of each chunk into its owner's memory."""
+    return Space("scatter", len(bounds), bounds[0][1] * row_bytes, pieces)
+
+
+def one_shot_space(rows: int, row_bytes: int) -> Space:
+    """Every rank offers its whole partial result in its own memory."""
+    return Space("gather", 1, rows * row_bytes, 1)
+
+
+def spaces(
+    op: str, shape: Sequence[int], world_size: int, dtype: torch.dtype, backward: bool
+) -> list[Space]:
+    """The memory that calls of ``op`` on this global shape take; see ``Communicator.reserve``."""
+    *tokens, features = shape
+    bounds = scaled_bounds(tokens[0], world_size, math.prod(tokens[1:]))
+    row_bytes = features * dtype.itemsize
+    gather, scatter = gather_space(bounds, row_bytes), scatter_space(bounds, row_bytes)
+    total = bounds[-1][1]
+    if op == "all_gather_linear":
+        return [gather, scatter] if backward else [gather]
+    if op == "linear_reduce_scatter":
+        return [scatter, gather] if backward else [scatter]
+    if op == "linear_all_reduce":
+        one_shot = is_one_shot(bounds, row_bytes)
+        return [one_shot_space(total, row_bytes)] if one_shot else [scatter, gather]
+    raise ValueError(f"reserve knows no operation {op!r}")

@@ -27,13 +27,14 @@ explains why this is safe; ``fusedcomm.testing.protocol_model`` checks it over a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fusedcomm.board import FLAG_STRIDE
 from fusedcomm.errors import MismatchError
 from fusedcomm.symmetric.shm import Segment
+from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.waiting import Awaited, Watch, following
 
 #: Buffer sets of a workspace: one may be written while the readers of the other are still busy.
@@ -85,43 +86,46 @@ def exchange(watch: Watch, own: Segment, label: str, ranks: list[int]) -> dict[i
     return segments
 
 
+class Space(NamedTuple):
+    """The memory that a call needs.
+
+    Attributes:
+        kind: the workspace it is taken from.
+        regions: 1 if each rank writes into its own memory, the world size if into its peers'.
+        region_bytes: bytes of data per slot and region.
+        chunks: the most chunks that a source signals to one reader.
+    """
+
+    kind: str
+    regions: int
+    region_bytes: int
+    chunks: int
+
+
 class Workspace:
     """The symmetric memory of one kind of operation. Made and grown collectively."""
 
-    def __init__(
-        self,
-        watch: Watch,
-        kind: str,
-        world_size: int,
-        *,
-        regions: int,
-        region_bytes: int,
-        chunks: int,
-        first_epoch: int = 0,
-    ) -> None:
+    def __init__(self, watch: Watch, space: Space, world_size: int, first_epoch: int) -> None:
         """Allocate on every rank; collective.
 
         Args:
-            regions: 1 if each rank writes into its own memory, ``world_size`` if into its peers'.
-            region_bytes: bytes of data per slot and region.
-            chunks: the most chunks a source signals in one call.
             first_epoch: where all counters start; not 0 only in tests of the wrap-around.
         """
-        self.kind = kind
-        self.regions = regions
-        self.region_bytes = -(-region_bytes // _LINE) * _LINE
-        self.chunks = chunks
+        self.kind = space.kind
+        self.regions = space.regions
+        self.region_bytes = -(-space.region_bytes // _LINE) * _LINE
+        self.chunks = space.chunks
         self._next_slot = 0
         self._world_size = world_size
         self._ready = SLOTS * _FLAG_WORDS
-        self._consumed = self._ready + SLOTS * world_size * chunks * _FLAG_WORDS
+        self._consumed = self._ready + SLOTS * world_size * space.chunks * _FLAG_WORDS
         flag_bytes = (self._consumed + SLOTS * world_size * _FLAG_WORDS) * 4
         self._data = -(-flag_bytes // _PAGE) * _PAGE
-        own = Segment.create(kind, self._data + self.data_bytes)
+        own = Segment.create(self.kind, self._data + self.data_bytes)
         if first_epoch:
             for index in range(0, flag_bytes // 4, _FLAG_WORDS):
                 own.words[index] = first_epoch
-        segments = exchange(watch, own, f"workspace {kind}", list(range(world_size)))
+        segments = exchange(watch, own, f"workspace {self.kind}", list(range(world_size)))
         self.segments = [segments[rank] for rank in range(world_size)]
         self._rank = watch.rank
 
@@ -135,8 +139,15 @@ class Workspace:
         """Bytes of data, all slots."""
         return SLOTS * self.regions * self.region_bytes
 
-    def fits(self, region_bytes: int, chunks: int) -> bool:
-        return region_bytes <= self.region_bytes and chunks <= self.chunks
+    def fits(self, space: Space) -> bool:
+        return space.region_bytes <= self.region_bytes and space.chunks <= self.chunks
+
+    def joined(self, space: Space) -> Space:
+        """What holds this workspace's calls and those of ``space``."""
+        return space._replace(
+            region_bytes=max(space.region_bytes, self.region_bytes),
+            chunks=max(space.chunks, self.chunks),
+        )
 
     def take_slot(self) -> tuple[int, int]:
         """The next slot, round-robin, and its epoch, advanced."""
@@ -174,16 +185,11 @@ class Call:
 
     def await_reader(self, reader: int) -> None:
         """Wait until ``reader`` is done with what this rank wrote in the slot's last use."""
-        workspace = self._workspace
-        self._watch.wait(
-            workspace.segments[self.rank].words,
-            workspace.consumed_index(self._slot, reader),
-            self._epoch - 1,
-            reader,
-            Awaited(self._op, self._epoch, -1, "the last reader's signal"),
-        )
-        self._watch.fence()
-        self._record("wait", reader, -1)
+        self._await_consumed(reader, self._epoch - 1)
+
+    def await_done(self, reader: int) -> None:
+        """Wait until ``reader`` is done with what this rank offered in this very call."""
+        self._await_consumed(reader, self._epoch)
 
     def write(
         self, owner: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype, chunk: int = 0
@@ -197,6 +203,23 @@ class Call:
         """The part of the slot that ``source`` wrote for this rank, for it to read."""
         owner = self.rank if self._workspace.regions > 1 else source
         return self._part("read", owner, source, offset, shape, dtype, chunk)
+
+    def read_symmetric(
+        self,
+        tensor: SymmetricTensor,
+        source: int,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        chunk: int = 0,
+    ) -> torch.Tensor:
+        """A part of ``source``'s own symmetric tensor, for this rank to read in place.
+
+        No slot protects such memory: the call must end with ``await_done`` for every reader.
+        """
+        part = tensor.segments[source].tensor(offset, shape, dtype)
+        self._record_part("read", source, chunk, f"symmetric {tensor.number}", offset, part)
+        return part
 
     def signal(self, reader: int, chunk: int = 0) -> None:
         """Tell ``reader`` that this rank's ``chunk`` is written; it awaits this in ``wait``."""
@@ -230,6 +253,22 @@ class Call:
         index = workspace.consumed_index(self._slot, self.rank)
         workspace.segments[source].words[index] = self._epoch
 
+    def flag(self, source: int, chunk: int, reader: int = -1) -> tuple[int | str, ...]:
+        """A name for a flag's value in this call, by which a trace ties signals to waits."""
+        return (self._workspace.kind, self._slot, self._epoch, source, chunk, reader)
+
+    def _await_consumed(self, reader: int, epoch: int) -> None:
+        workspace = self._workspace
+        self._watch.wait(
+            workspace.segments[self.rank].words,
+            workspace.consumed_index(self._slot, reader),
+            epoch,
+            reader,
+            Awaited(self._op, self._epoch, -1, "the reader's signal"),
+        )
+        self._watch.fence()
+        self._record("wait", reader, -1)
+
     def _part(
         self,
         event: str,
@@ -243,11 +282,15 @@ class Call:
         workspace = self._workspace
         start = workspace.data_offset(self._slot, writer) + offset
         part = workspace.segments[owner].tensor(start, shape, dtype)
-        if _recorder is not None:
-            nbytes = part.numel() * part.element_size()
-            place = {"workspace": workspace.kind, "offset": start, "nbytes": nbytes}
-            self._record(event, owner, chunk, **place)
+        self._record_part(event, owner, chunk, workspace.kind, start, part)
         return part
+
+    def _record_part(
+        self, event: str, owner: int, chunk: int, memory: str, offset: int, part: torch.Tensor
+    ) -> None:
+        if _recorder is not None:
+            place = {"workspace": memory, "offset": offset, "nbytes": part.nbytes}
+            self._record(event, owner, chunk, **place)
 
     def _record(self, event: str, peer: int, chunk: int, **place: Any) -> None:
         if _recorder is not None:

@@ -95,7 +95,7 @@ def _draw_panel(
             colour = COLOURS.get(kind, OTHER_COLOUR)
             # Neighbouring GEMMs are kept apart by a white edge; where bars are thinner than an
             # edge it would hide them, and an edge of their own colour keeps them visible.
-            apart = track != "communication" and len(events) / len(ranks) < MANY_EVENTS_PER_RANK
+            apart = track != "communication" and len(mine) < MANY_EVENTS_PER_RANK
             axes.broken_barh(
                 [((e.start_ns - origin) / 1e6, (e.end_ns - e.start_ns) / 1e6) for e in mine],
                 (base + bottom, height),

@@ -8,7 +8,7 @@ import pytest
 
 from fusedcomm.testing import RankPool
 
-#: Pools alive at once. Each holds an interpreter with torch, and as many ranks that share its pages.
+#: Pools alive at once. Each is an interpreter with torch, and ranks that share its pages.
 LIMIT = 5
 
 

@@ -17,8 +17,6 @@ from fusedcomm.benchmarks.harness import (
 )
 from fusedcomm.protocol import SLOTS
 
-FLAG_BYTES_ALLOWED = 64 * 1024
-
 
 def all_gather_linear(
     tokens: int, in_features: int, out_features: int, options: Options, ranks: Ranks
@@ -56,7 +54,7 @@ def all_gather_linear(
     shard_rows = -(-tokens // ranks.world_size)
     return Prepared(
         {name: Path(run, expected, bound) for name, run in paths.items()},
-        memory=lambda: _memory("gather", "the shard", x, shard_rows * in_features),
+        memory=lambda: _memory("gather", "shard", x, shard_rows * in_features),
     )
 
 
@@ -105,7 +103,7 @@ def linear_reduce_scatter(
     elements = world_size * shard_rows * out_features
     return Prepared(
         paths,
-        memory=lambda: _memory("scatter", "the partial output", x, elements),
+        memory=lambda: _memory("scatter", "partial output", x, elements),
     )
 
 
@@ -114,14 +112,8 @@ def _memory(kind: str, unit: str, x: torch.Tensor, elements: int) -> list[Memory
     held = fc.Communicator.of().workspace_bytes().get(kind)
     if held is None:  # the plan took an engine without a workspace
         return []
-    return [
-        MemoryUse(
-            f"workspace, {SLOTS} slots of at most {unit},",
-            held["data"],
-            SLOTS * elements * x.element_size(),
-        ),
-        MemoryUse("workspace flags", held["flags"], FLAG_BYTES_ALLOWED),
-    ]
+    what = f"workspace {kind}, {SLOTS} × the {unit} (and {held['flags']} bytes of flags)"
+    return [MemoryUse(what, held["data"], SLOTS * elements * x.element_size())]
 
 
 PREPARE = {

@@ -34,7 +34,6 @@ from fusedcomm.benchmarks.harness.case import (
 )
 from fusedcomm.trace import trace
 
-WARM_UP_ROUNDS = 2
 # How long the ranks take to leave an all-reduce; who leaves later than that starts late, and the
 # sample counts from there.
 AGREEMENT_NS = 300_000
@@ -42,8 +41,12 @@ AGREEMENT_NS = 300_000
 
 @dataclass(frozen=True)
 class Budget:
-    """How many rounds a case gets: as many as fit into ``seconds``, within the limits."""
+    """How many rounds a case gets: as many as fit into ``seconds``, within the limits.
 
+    ``warm_up`` rounds, one at least, go before and are not counted.
+    """
+
+    warm_up: int
     seconds: float
     least: int
     most: int
@@ -52,8 +55,8 @@ class Budget:
         return max(self.least, min(self.most, int(self.seconds / max(round_s, 1e-9))))
 
 
-FULL = Budget(seconds=12.0, least=15, most=300)
-QUICK = Budget(seconds=0.5, least=5, most=40)
+FULL = Budget(warm_up=2, seconds=12.0, least=15, most=300)
+QUICK = Budget(warm_up=1, seconds=0.4, least=4, most=40)
 
 
 @dataclass
@@ -104,7 +107,7 @@ def _measure(
     with trace() as recorded:
         for name, path in paths.items():
             errors[name] = _error(path, path.run())
-    for _ in range(WARM_UP_ROUNDS):
+    for _ in range(budget.warm_up):
         began = time.perf_counter()
         for path in paths.values():
             _sample(path)
@@ -131,7 +134,9 @@ def _measure(
         times_ns=times,
         errors=errors,
         bounds={name: path.bound for name, path in paths.items()},
-        plans=sorted({f"{p.op}: {p.engine}, {p.chunks} ({p.reason})" for p in recorded.plans}),
+        plans=sorted(
+            {f"{p.op} on {p.engine}, chunks: {p.chunks} ({p.reason})" for p in recorded.plans}
+        ),
         memory=prepared.memory() if prepared.memory is not None else [],
     )
 

@@ -164,9 +164,13 @@ def _report(
         _rows(results),
     )
     print("baseline: the path marked *; in brackets the 95 % interval; error: against float64")
+    planned: dict[str, list[str]] = {}
     for result in results:
         for plan in result.plans:
-            print(f"plan of {result.name}: {plan}")
+            planned.setdefault(plan, []).append(result.name)
+    for plan, names in planned.items():
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        print(f"plan of {names[0]}{others}: {plan}")
     skew = max(result.start_skew_us for result in results)
     print(f"largest difference of the ranks' starts: {skew:.0f} µs (no part of the times)")
     for verdict in verdicts:

@@ -48,7 +48,13 @@ class _Run(NamedTuple):
 
 
 def _decide(
-    op: str, like: Tensor, features: int, size: int, inner: int, where: tuple[str, str, str]
+    op: str,
+    like: Tensor,
+    features: int,
+    size: int,
+    inner: int,
+    where: tuple[str, str, str],
+    wire: torch.dtype | None = None,
 ) -> _Run:
     group, channel, engine = where
     comm = Communicator.named(group, channel)
@@ -58,7 +64,7 @@ def _decide(
         op,
         bounds,
         features=features,
-        dtype=like.dtype,
+        dtype=wire or like.dtype,
         device=like.device,
         engine=engine,
     )
@@ -120,7 +126,7 @@ def all_gather_linear(
 
 
 @all_gather_linear.register_fake
-def _(x, weights, biases, size, inner, biased, keep_gathered, group, channel, engine):  # type: ignore[no-untyped-def]
+def _(x, weights, biases, size, inner, biased, keep_gathered, group, channel, engine):
     rows = size * inner
     ys = [x.new_empty(rows, weight.shape[0]) for weight in weights]
     return [*ys, x.new_empty(rows, x.shape[1])] if keep_gathered else ys
@@ -181,7 +187,7 @@ def all_gather_weight_grad(
 
 
 @all_gather_weight_grad.register_fake
-def _(x, dys, size, inner, group, channel, engine):  # type: ignore[no-untyped-def]
+def _(x, dys, size, inner, group, channel, engine):
     return [x.new_empty(dy.shape[1], x.shape[1]) for dy in dys]
 
 
@@ -199,14 +205,15 @@ def linear_reduce_scatter(
 ) -> Tensor:
     """This rank's rows of the sum over ranks of ``x · weightᵀ``, plus the bias."""
     where = (group, channel, engine)
-    run = _decide("linear_reduce_scatter", x, weight.shape[0], size, inner, where)
+    features = weight.shape[0]
+    run = _decide("linear_reduce_scatter", x, features, size, inner, where, wire_dtype)
     return run.engine.linear_reduce_scatter(
         run.comm, run.plan, [x], [weight], bias, None, run.bounds, wire_dtype or x.dtype
     )
 
 
 @linear_reduce_scatter.register_fake
-def _(x, weight, bias, wire_dtype, size, inner, group, channel, engine):  # type: ignore[no-untyped-def]
+def _(x, weight, bias, wire_dtype, size, inner, group, channel, engine):
     return x.new_empty(_own_rows(group, channel, size, inner), weight.shape[0])
 
 
@@ -249,7 +256,7 @@ def linear_reduce_scatter_sum(
 
 
 @linear_reduce_scatter_sum.register_fake
-def _(xs, weights, init, size, inner, group, channel, engine):  # type: ignore[no-untyped-def]
+def _(xs, weights, init, size, inner, group, channel, engine):
     return xs[0].new_empty(_own_rows(group, channel, size, inner), weights[0].shape[0])
 
 
@@ -276,7 +283,7 @@ def linear_reduce_scatter_grads(
 
 
 @linear_reduce_scatter_grads.register_fake
-def _(dy, x, weight, needs, size, inner, group, channel, engine):  # type: ignore[no-untyped-def]
+def _(dy, x, weight, needs, size, inner, group, channel, engine):
     shapes = [x.shape, weight.shape, dy.shape[1:]]
     return [
         dy.new_empty(shape if needed else (0,)) for shape, needed in zip(shapes, needs, strict=True)
@@ -295,14 +302,15 @@ def linear_all_reduce(
 ) -> Tensor:
     """The sum over ranks of ``Σ xs · weightsᵀ``, plus the bias, on every rank."""
     x, features = xs[0], weights[0].shape[0]
-    run = _decide("linear_all_reduce", x, features, x.shape[0], 1, (group, channel, engine))
+    where = (group, channel, engine)
+    run = _decide("linear_all_reduce", x, features, x.shape[0], 1, where, wire_dtype)
     return run.engine.linear_all_reduce(
         run.comm, run.plan, list(xs), list(weights), bias, run.bounds, wire_dtype or x.dtype
     )
 
 
 @linear_all_reduce.register_fake
-def _(xs, weights, bias, wire_dtype, group, channel, engine):  # type: ignore[no-untyped-def]
+def _(xs, weights, bias, wire_dtype, group, channel, engine):
     return xs[0].new_empty(xs[0].shape[0], weights[0].shape[0])
 
 
@@ -340,7 +348,7 @@ def replicated_linear(
 
 
 @replicated_linear.register_fake
-def _(x, weights, biases, biased, group, channel, engine):  # type: ignore[no-untyped-def]
+def _(x, weights, biases, biased, group, channel, engine):
     return [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
 
 

@@ -14,15 +14,26 @@ class SymmetricTensor:
         local: this rank's tensor.
         peers: every rank's tensor, this rank's included, by rank.
         pointers: int64 ``[world_size]``, the addresses of ``peers`` in this process.
+        number: names the allocation, equally on all ranks of its communicator.
+        address, nbytes: where ``local`` lies in this process.
         multicast: address through which a switch writes to all ranks at once; None on CPU.
     """
 
     def __init__(
-        self, segments: list[Segment], rank: int, shape: tuple[int, ...], dtype: torch.dtype
+        self,
+        segments: list[Segment],
+        rank: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        number: int,
     ) -> None:
+        self.segments = segments
+        self.number = number
         self.peers = [segment.tensor(0, shape, dtype) for segment in segments]
         self.local = self.peers[rank]
         self.pointers = torch.tensor([peer.data_ptr() for peer in self.peers], dtype=torch.int64)
+        self.address = self.local.data_ptr()
+        self.nbytes = self.local.numel() * dtype.itemsize
         self.multicast: int | None = None
 
     def __repr__(self) -> str:

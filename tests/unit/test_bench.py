@@ -91,7 +91,7 @@ def test_the_bound_holds_for_a_right_product_and_not_for_one_without_a_term(
 
 
 def test_rounds_fill_the_budget_within_its_limits() -> None:
-    budget = Budget(seconds=1.0, least=5, most=50)
+    budget = Budget(warm_up=1, seconds=1.0, least=5, most=50)
     assert [budget.rounds(s) for s in (10.0, 0.1, 1e-6, 0.0)] == [5, 10, 50, 50]
 
 

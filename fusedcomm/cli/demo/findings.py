@@ -117,7 +117,7 @@ def conclude(report: Report, job: Job, outcomes: list[Outcome], expected: list[i
     if cores < ranks:
         report.line(
             f"{ranks} ranks share {cores} core{'s' * (cores > 1)} here: while one waits, another "
-            "computes, so little is left to hide. One rank per core shows what overlapping gains."
+            "computes. With a core for each, the ratios say more of the overlap."
         )
     report.line("Decoding, q, k, v and gate, up send nothing: every rank has the whole token.")
     report.line()

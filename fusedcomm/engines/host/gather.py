@@ -11,16 +11,28 @@ from collections.abc import Iterator
 import torch
 
 from fusedcomm.communicator import Communicator
+from fusedcomm.planning import gather_space
 from fusedcomm.schedule import piece_bounds, successors
 from fusedcomm.trace import span
 
 
+def describe(comm: Communicator, shard: torch.Tensor) -> str:
+    """Where the shard lies, for the board: all ranks' must lie alike."""
+    found = comm.find_symmetric(shard)
+    return "" if found is None else f" in symmetric tensor {found[0].number} at {found[1]}"
+
+
 def gather(
-    comm: Communicator, op: str, shard: torch.Tensor, bounds: list[tuple[int, int]], pieces: int
+    comm: Communicator,
+    op: str,
+    shard: torch.Tensor,
+    bounds: list[tuple[int, int]],
+    pieces: int,
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield ``(start, stop, rows)`` for every part of the gathered tensor, own chunk first.
 
     Each ``rows`` may be read until the next step of the iteration; the iteration must be finished.
+    A shard that lies in a symmetric tensor is read there by the peers, and nothing is copied in.
 
     Args:
         shard: this rank's rows, ``[rows, features]``.
@@ -32,29 +44,36 @@ def gather(
     rank, features, dtype = comm.rank, shard.shape[1], shard.dtype
     row_bytes = features * dtype.itemsize
     peers = successors(rank, comm.world_size)
+    resident = comm.find_symmetric(shard)
     if peers:
-        call = comm.take(
-            op,
-            "gather",
-            regions=1,
-            region_bytes=(bounds[0][1] - bounds[0][0]) * row_bytes,
-            chunks=pieces,
-        )
-        for peer in peers:
-            call.await_reader(peer)
+        call = comm.take(op, gather_space(bounds, 0 if resident else row_bytes, pieces))
+        if resident is None:
+            for peer in peers:
+                call.await_reader(peer)
         for piece, (start, stop) in enumerate(piece_bounds(shard.shape[0], pieces)):
-            with span("copy", "copy in", rank=rank, piece=piece):
-                place = (start * row_bytes, (stop - start, features), dtype, piece)
-                call.write(rank, *place).copy_(shard[start:stop])
+            if resident is None:
+                with span("copy", "copy in", rank=rank, signal=call.flag(rank, piece)):
+                    place = (start * row_bytes, (stop - start, features), dtype, piece)
+                    call.write(rank, *place).copy_(shard[start:stop])
             for peer in peers:
                 call.signal(peer, piece)
     yield *bounds[rank], shard
     for source in peers:
         first, last = bounds[source]
         for piece, (start, stop) in enumerate(piece_bounds(last - first, pieces)):
-            with span("wait", f"wait for rank {source}", rank=rank, source=source, piece=piece):
+            flag = call.flag(source, piece)
+            with span("wait", f"wait for rank {source}", rank=rank, awaits=flag):
                 call.wait(source, piece)
-            if stop > start:
-                place = (start * row_bytes, (stop - start, features), dtype, piece)
-                yield first + start, first + stop, call.read(source, *place)
+            if stop == start:
+                continue
+            offset, shape = start * row_bytes, (stop - start, features)
+            if resident is None:
+                rows = call.read(source, offset, shape, dtype, piece)
+            else:
+                tensor, base = resident
+                rows = call.read_symmetric(tensor, source, base + offset, shape, dtype, piece)
+            yield first + start, first + stop, rows
         call.consumed(source)
+    if resident is not None:
+        for peer in peers:
+            call.await_done(peer)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from fusedcomm.communicator import Communicator
+from fusedcomm.planning import scatter_space
 from fusedcomm.schedule import piece_bounds, reduce_order
 from fusedcomm.trace import span
 
@@ -46,19 +47,14 @@ def reduce_scatter(
     rank, world_size = comm.rank, comm.world_size
     row_bytes = features * wire.itemsize
     if world_size > 1:
-        call = comm.take(
-            op,
-            "scatter",
-            regions=world_size,
-            region_bytes=(bounds[0][1] - bounds[0][0]) * row_bytes,
-            chunks=pieces,
-        )
+        call = comm.take(op, scatter_space(bounds, row_bytes, pieces))
     *owners, _ = reduce_order(rank, world_size)
     for owner in owners:
         call.await_reader(owner)
         first, last = bounds[owner]
         for piece, (start, stop) in enumerate(piece_bounds(last - first, pieces)):
-            with span("gemm", f"partial for rank {owner}", rank=rank, piece=piece):
+            flag = call.flag(rank, piece, owner)
+            with span("gemm", f"partial for rank {owner}", rank=rank, signal=flag):
                 place = (start * row_bytes, (stop - start, features), wire, piece)
                 partial(first + start, first + stop, call.write(owner, *place))
             call.signal(owner, piece)
@@ -67,8 +63,9 @@ def reduce_scatter(
     rows = last - first
 
     def await_part(source: int) -> torch.Tensor:
-        with span("wait", f"wait for rank {source}", rank=rank, source=source):
-            for piece in range(pieces):
+        for piece in range(pieces):
+            flag = call.flag(source, piece, rank)
+            with span("wait", f"wait for rank {source}", rank=rank, awaits=flag):
                 call.wait(source, piece)
         return call.read(source, 0, (rows, features), wire)
 

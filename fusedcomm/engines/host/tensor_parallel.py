@@ -17,10 +17,10 @@ from __future__ import annotations
 import torch
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.host.gather import gather
+from fusedcomm.engines.host.gather import describe, gather
 from fusedcomm.engines.host.scatter import add_in_order, reduce_scatter
 from fusedcomm.engines.products import add_linears, linear_into, sum_of_linears
-from fusedcomm.planning import Plan
+from fusedcomm.planning import Plan, one_shot_space
 from fusedcomm.schedule import successors
 from fusedcomm.trace import span
 
@@ -46,7 +46,7 @@ def all_gather_linear(
     ys = [x.new_empty(total, weight.shape[0]) for weight in weights]
     whole = not plan.chunked and comm.world_size > 1
     gathered = x.new_empty(total, features) if whole or return_gathered else None
-    with comm.collective(_text(op, x.dtype, total, features, plan)):
+    with comm.collective(_text(op, x.dtype, total, features, plan) + describe(comm, x)):
         for start, stop, rows in gather(comm, op, x, bounds, plan.pieces):
             if gathered is not None:
                 with span("copy", "keep", rank=comm.rank):
@@ -78,7 +78,7 @@ def all_gather_weight_grad(
     """``dw_i = dys[i]ᵀ · gathered(x)``, chunk by chunk as the chunks arrive."""
     op, total, features = "all_gather_weight_grad", bounds[-1][1], x.shape[1]
     grads = [dy.new_zeros(dy.shape[1], features) for dy in dys]
-    with comm.collective(_text(op, x.dtype, total, features, plan)):
+    with comm.collective(_text(op, x.dtype, total, features, plan) + describe(comm, x)):
         for start, stop, rows in gather(comm, op, x, bounds, plan.pieces):
             for grad, dy in zip(grads, dys, strict=True):
                 with span("gemm", f"weight gradient {start}:{stop}", rank=comm.rank):
@@ -98,7 +98,8 @@ def linear_reduce_scatter(
 ) -> Tensor:
     """This rank's rows of ``Σ_ranks (init + Σ_i xs[i] · weights[i]ᵀ) + bias``."""
     op, total, features = "linear_reduce_scatter", xs[0].shape[0], weights[0].shape[0]
-    with comm.collective(_text(op, xs[0].dtype, total, features, plan) + f" wire {wire}"):
+    text = _text(op, xs[0].dtype, total, features, plan)
+    with comm.collective(f"{text} {wire} bias={bias is not None}"):
         return _reduce_rows(comm, op, plan, xs, weights, bias, init, bounds, wire)
 
 
@@ -166,7 +167,7 @@ def linear_reduce_scatter_backward(
     dw = torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_weight else None
     wide = torch.promote_types(dy.dtype, torch.float32)
     db = torch.zeros(features, dtype=wide) if need_bias else None
-    with comm.collective(_text(op, dy.dtype, total, features, plan)):
+    with comm.collective(_text(op, dy.dtype, total, features, plan) + describe(comm, dy)):
         for start, stop, rows in gather(comm, op, dy, bounds, plan.pieces):
             if dx is not None:
                 with span("gemm", f"input gradient {start}:{stop}", rank=comm.rank):
@@ -190,7 +191,8 @@ def linear_all_reduce(
 ) -> Tensor:
     """``Σ_ranks Σ_i xs[i] · weights[i]ᵀ + bias``, bitwise equal on every rank."""
     op, total, features = "linear_all_reduce", xs[0].shape[0], weights[0].shape[0]
-    with comm.collective(_text(op, xs[0].dtype, total, features, plan) + f" wire {wire}"):
+    text = _text(op, xs[0].dtype, total, features, plan)
+    with comm.collective(f"{text} {wire} bias={bias is not None}"):
         if plan.one_shot:
             return _one_shot(comm, op, xs, weights, bias, wire)
         reduced = _reduce_rows(comm, op, plan, xs, weights, bias, None, bounds, wire)
@@ -220,17 +222,16 @@ def _one_shot(
         sum_of_linears(own, xs, weights)
         return add_in_order([own], bias, xs[0].dtype)
     peers = successors(rank, world_size)
-    nbytes = shape[0] * shape[1] * wire.itemsize
-    call = comm.take(op, "gather", regions=1, region_bytes=nbytes, chunks=1)
+    call = comm.take(op, one_shot_space(shape[0], shape[1] * wire.itemsize))
     for peer in peers:
         call.await_reader(peer)
     own = call.write(rank, 0, shape, wire)
-    with span("gemm", "partial", rank=rank):
+    with span("gemm", "partial", rank=rank, signal=call.flag(rank, 0)):
         sum_of_linears(own, xs, weights)
     for peer in peers:
         call.signal(peer)
     for peer in peers:
-        with span("wait", f"wait for rank {peer}", rank=rank, source=peer):
+        with span("wait", f"wait for rank {peer}", rank=rank, awaits=call.flag(peer, 0)):
             call.wait(peer)
     parts = [own if s == rank else call.read(s, 0, shape, wire) for s in range(world_size)]
     with span("reduce", "add the partials", rank=rank):
