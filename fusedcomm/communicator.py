@@ -112,9 +112,11 @@ class Communicator:
                 a cached communicator, it replaces the old limit.
 
         Raises:
-            ValueError: there is no such group.
+            ValueError: there is no such group, or the limit is not positive.
             PeerTimeoutError, PeerLostError: a rank of the group did not come.
         """
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive; got {timeout_s}")
         resolved = resolve_group(group)
         key = (resolved.group_name, channel)
         with _lock:
@@ -285,6 +287,12 @@ class Communicator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        return self  # A copied module goes on with the same peers.
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Communicator.named, (self.group.group_name, self.channel)
 
     def __repr__(self) -> str:
         channel = f", channel={self.channel!r}" if self.channel else ""

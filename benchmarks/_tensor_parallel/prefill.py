@@ -15,6 +15,7 @@ from fusedcomm.benchmarks.harness import (
     Ranks,
     relative_bound,
 )
+from fusedcomm.engines.host.scatter import add_in_order
 from fusedcomm.protocol import SLOTS
 
 
@@ -75,7 +76,7 @@ def linear_reduce_scatter(
     # Rounded once per rank on the wire and once at the end.
     bound = relative_bound(options.dtype, in_features * world_size, roundings=1 + world_size)
     peers = [(ranks.rank + step) % world_size for step in range(1, world_size)]
-    received = [products[peer].to(options.dtype) for peer in peers]  # is there already
+    received = {peer: products[peer].to(options.dtype) for peer in peers}  # is there already
     del products
     sent = torch.empty(tokens, out_features, dtype=options.dtype)
 
@@ -84,11 +85,9 @@ def linear_reduce_scatter(
             rows = inputs.rows_of(peer, tokens, world_size)
             torch.mm(x[rows], weight.t(), out=sent[rows])
         if world_size == 2:
-            return torch.addmm(received[0], x[own], weight.t())
-        total = torch.mm(x[own], weight.t()).float()
-        for part in received:
-            total += part
-        return total.to(options.dtype)
+            return torch.addmm(received[peers[0]], x[own], weight.t())
+        parts = received | {ranks.rank: torch.mm(x[own], weight.t())}
+        return add_in_order([parts[rank] for rank in range(world_size)], None, options.dtype)
 
     paths = {
         "GEMM alone": Path(lambda: F.linear(x, weight)),

@@ -236,10 +236,8 @@ def _as_json(
 
 def _setting(options: Options) -> str:
     quick = ", quick" if options.quick else ""
-    return (
-        f"{options.ranks} ranks, {_dtype_name(options.dtype)}, {options.shape}, "
-        f"engine {options.engine}{quick}"
-    )
+    ranks = f"{options.ranks} rank" + "s" * (options.ranks > 1)
+    return f"{ranks}, {_dtype_name(options.dtype)}, {options.shape}, engine {options.engine}{quick}"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

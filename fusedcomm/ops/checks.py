@@ -21,6 +21,11 @@ def check_engine(engine: str) -> None:
 
 def check_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
     """Check that every ``x · weightᵀ + bias`` can be computed."""
+    for name, value in (("x", x), ("weight", weights), ("bias", biases)):
+        values = value if isinstance(value, (list, tuple)) else [value]
+        for entry in values:
+            if not isinstance(entry, Tensor) and not (name == "bias" and entry is None):
+                raise ValueError(f"{name} must be a tensor; got {type(entry).__name__}")
     if x.dim() < 2:
         raise ValueError(f"x must be [tokens, features] or larger; got shape {list(x.shape)}")
     if x.dtype not in DTYPES:
@@ -50,6 +55,8 @@ def check_shard(x: Tensor, dim: int, gathered_size: int | None, rank: int, world
     left = _check_dim("gather_dim", x, dim)
     if gathered_size is None:
         return left
+    if gathered_size < 0:
+        raise ValueError(f"gathered_size must not be negative; got {gathered_size}")
     start, stop = shard_bounds(gathered_size, world_size)[rank]
     if x.shape[left] != stop - start:
         raise ValueError(

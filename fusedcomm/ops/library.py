@@ -77,17 +77,14 @@ def _own_rows(group: str, channel: str, size: int, inner: int) -> int:
     return stop - start
 
 
-def _spread(biases: Sequence[Tensor], biased: Sequence[int], count: int) -> list[Tensor | None]:
-    spread: list[Tensor | None] = [None] * count
-    for bias, i in zip(biases, biased, strict=True):
-        spread[i] = bias
-    return spread
+def _spread(biases: Sequence[Tensor], biased: int, count: int) -> list[Tensor | None]:
+    present = iter(biases)
+    return [next(present) if biased >> i & 1 else None for i in range(count)]
 
 
-def _bias_grads(dys: list[Tensor], biased: list[int], needs: Sequence[bool]) -> list[Tensor | None]:
-    return [
-        _column_sums(dys[i]) if needed else None for i, needed in zip(biased, needs, strict=True)
-    ]
+def _bias_grads(dys: list[Tensor], biased: int, needs: Sequence[bool]) -> list[Tensor | None]:
+    with_bias = [dy for i, dy in enumerate(dys) if biased >> i & 1]
+    return [_column_sums(dy) if need else None for dy, need in zip(with_bias, needs, strict=True)]
 
 
 def _column_sums(dy: Tensor) -> Tensor:
@@ -101,7 +98,7 @@ def all_gather_linear(
     biases: Sequence[Tensor],
     size: int,
     inner: int,
-    biased: Sequence[int],
+    biased: int,
     keep_gathered: bool,
     group: str,
     channel: str,
@@ -109,8 +106,8 @@ def all_gather_linear(
 ) -> list[Tensor]:
     """One y per weight, then the gathered x if it is kept.
 
-    ``biases[i]`` belongs to ``weights[biased[i]]``: torch's autograd for custom ops takes lists of
-    tensors, not of optional ones.
+    Bit i of ``biased`` says whether ``biases`` has an entry for ``weights[i]``: torch's autograd
+    for custom ops takes lists of tensors, not of optional ones.
     """
     where = (group, channel, engine)
     run = _decide("all_gather_linear", x, x.shape[1], size, inner, where)
@@ -135,7 +132,7 @@ def _(x, weights, biases, size, inner, biased, keep_gathered, group, channel, en
 def _all_gather_linear_setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     x, weights, _, size, inner, biased, kept, *where = inputs
     ctx.size, ctx.inner, ctx.where, ctx.kept = size, inner, where, kept
-    ctx.biased = list(biased)
+    ctx.biased = biased
     ctx.save_for_backward(output[-1] if kept else x, *weights)
 
 
@@ -337,7 +334,7 @@ def replicated_linear(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
-    biased: Sequence[int],
+    biased: int,
     group: str,
     channel: str,
     engine: str,
@@ -355,7 +352,7 @@ def _(x, weights, biases, biased, group, channel, engine):
 def _replicated_linear_setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     x, weights, _, biased, *where = inputs
     ctx.where = where
-    ctx.biased = list(biased)
+    ctx.biased = biased
     ctx.save_for_backward(x, *weights)
 
 

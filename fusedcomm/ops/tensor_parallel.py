@@ -231,9 +231,9 @@ def _listed(weight: Weights, bias: Biases) -> tuple[list[Tensor], list[Tensor | 
     return weights, list(bias), True
 
 
-def _present(biases: list[Tensor | None]) -> tuple[list[Tensor], list[int]]:
-    """The biases that exist, and which weights they belong to."""
-    biased = [i for i, bias in enumerate(biases) if bias is not None]
+def _present(biases: list[Tensor | None]) -> tuple[list[Tensor], int]:
+    """The biases that exist, and bit i for every ``weights[i]`` that has one."""
+    biased = sum(1 << i for i, bias in enumerate(biases) if bias is not None)
     return [bias for bias in biases if bias is not None], biased
 
 

@@ -1,7 +1,7 @@
 """Running code on several ranks of one machine, and disturbing it on purpose.
 
-``run_ranks`` starts ranks for one call, a ``RankPool`` keeps them for many. ``straggler`` delays one
-rank at a point of the protocol, ``disturb`` does anything else to it there.
+``run_ranks`` starts ranks for one call, a ``RankPool`` keeps them for many. ``straggler`` delays
+one rank at a point of the protocol, ``disturb`` does anything else to it there.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def straggler(
 def disturb(
     rank: int, event: str, action: Callable[[], object], *, nth: int | None = None
 ) -> Iterator[None]:
-    """Calls ``action()`` when ``rank`` comes to ``event``: every time, or only the ``nth`` (from 0).
+    """Calls ``action()`` when ``rank`` comes to ``event``: every time, or only the ``nth``, from 0.
 
     It is entered on all ranks alike and does nothing on the others. Events are counted from the
     beginning of the block. ``action`` runs before the step itself, except at "wait", where it runs

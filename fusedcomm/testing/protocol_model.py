@@ -349,7 +349,7 @@ class _CallSteps:
         self.sources = range(ranks) if call.sources is None else call.sources
         self.producers, self.readers = self.setting.programs or (1, 1)
         # A thread need not read its own data through flags; programs of one launch must.
-        self.myself = [] if self.setting.programs is None else [rank]
+        self.myself = [rank] if self.setting.programs and self.setting.pull else []
         self.roles: dict[tuple[object, ...], list[Step]] = {}
         if self.setting.boards:
             self.roles["board",] = self._write_board()
@@ -440,7 +440,7 @@ class _CallSteps:
             unread = [] if self._is(Mutation.UNREAD_NOT_CONSUMED) else release
             self.roles["read", source, 0] = unread
             return
-        for program in range(self.readers):
+        for program in range(self.readers if source != self.rank else 1):
             steps = []
             for chunk in range(self.call.chunks):
                 ready = self._flag("ready", self.rank, source, chunk)
@@ -452,7 +452,7 @@ class _CallSteps:
                     cell, name = self._data(source, self.rank, chunk, part)
                     steps.append(self._step(READ, cell, self.number, f"read {name}"))
             reads = [i for i, step in enumerate(steps) if step.kind == READ]
-            done = self._last_of(self.readers, "out", source, then=release)
+            done = self._last_of(self.readers, "out", source, then=release) if release else []
             if not reads and self._is(Mutation.UNREAD_NOT_CONSUMED):
                 done = []
             early = reads[-1] if reads and self._is(Mutation.CONSUMED_BEFORE_READ) else len(steps)

@@ -7,6 +7,7 @@ shares nothing with ours.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -225,10 +226,8 @@ class PretrainedModel:
 @contextmanager
 def _no_bars() -> Iterator[None]:
     """Keeps transformers' progress bars silent: not all of them heed its own switch."""
-    from tqdm import tqdm
-
-    silent = partialmethod(tqdm.__init__, disable=True)
-    with mock.patch.object(tqdm, "__init__", silent):
+    bar = importlib.import_module("tqdm").tqdm
+    with mock.patch.object(bar, "__init__", partialmethod(bar.__init__, disable=True)):
         yield
 
 
