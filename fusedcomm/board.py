@@ -15,6 +15,9 @@ sees its own number sees the text too.
 
 from __future__ import annotations
 
+import hashlib
+import threading
+
 from fusedcomm.symmetric.shm import Segment
 
 RUNNING, CLOSED, ABORTED, LOST, TIMED_OUT, MISMATCHED = range(6)
@@ -36,6 +39,7 @@ class ControlBlock:
         self._bytes = segment.bytes
         self._numbers = segment.bytes.cast("q")
         self._boards = _BARRIER + FLAG_STRIDE * world_size
+        self._lock = threading.Lock()
 
     @staticmethod
     def size(world_size: int) -> int:
@@ -55,21 +59,31 @@ class ControlBlock:
         return self._get_text(_REASON)
 
     def set_state(self, state: int, reason: str = "") -> None:
-        """Enter a final state; the first one stays."""
-        if self._words[0] == RUNNING:
-            self._put_text(_REASON, reason, _REASON_SPACE)
-            self._words[0] = state
+        """Enter a final state, on the owner; the first one stays, from whichever thread."""
+        with self._lock:
+            if self._words[0] == RUNNING:
+                self._put_text(_REASON, reason, _REASON_SPACE)
+                self._words[0] = state
 
     @staticmethod
     def barrier_index(source: int) -> int:
         """The word that ``source`` sets in this block when it arrives at a barrier."""
         return (_BARRIER + FLAG_STRIDE * source) // 4
 
+    @staticmethod
+    def fit(text: str) -> str:
+        """``text`` as an entry holds it: a longer one is cut, and told apart by its digest."""
+        encoded = text.encode()
+        if len(encoded) <= _ENTRY - _TEXT:
+            return text
+        digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
+        return f"{encoded[: _ENTRY - _TEXT - 20].decode(errors='ignore')}… {digest}"
+
     def post(self, number: int, text: str) -> None:
-        """Write call ``number`` on the board."""
+        """Write call ``number`` on the board; ``text`` must ``fit``."""
         start = self._boards + number % BOARDS * _ENTRY
         self._numbers[start // 8] = -1
-        self._put_text(start + 8, text, _ENTRY - _TEXT)
+        self._put_text(start + 8, text, _ENTRY - 8)
         self._numbers[start // 8] = number
 
     def read(self, number: int) -> str | None:

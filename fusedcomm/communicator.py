@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import Work, distributed_c10d
 
 from fusedcomm import board
 from fusedcomm.board import ControlBlock
 from fusedcomm.errors import ClosedError
+from fusedcomm.groups import device_of, resolve_group
 from fusedcomm.planning import spaces
 from fusedcomm.protocol import Call, Space, Workspace, exchange
 from fusedcomm.rendezvous import meet
@@ -30,37 +31,13 @@ from fusedcomm.waiting import Awaited, Watch, following
 #: Seconds a wait may last by default: a peer may be compiling.
 DEFAULT_TIMEOUT_S = 600.0
 
-_cache: dict[tuple[str, str], Communicator] = {}
-_made: dict[tuple[str, str], int] = {}
+_CLOSED_TEXT = "this communicator was closed; Communicator.of(group) makes a new one"
+
+_Key = tuple[str, str]  # a group's name, a channel
+_cache: dict[_Key, Communicator] = {}
+_closed: set[_Key] = set()
+_making: defaultdict[_Key, threading.Lock] = defaultdict(threading.Lock)
 _lock = threading.Lock()
-
-
-def resolve_group(group: Any = None) -> dist.ProcessGroup:
-    """The process group meant by a ``ProcessGroup``, a 1-D ``DeviceMesh`` or None (the default).
-
-    Raises:
-        ValueError: torch.distributed is not initialised, or the mesh has several dimensions.
-    """
-    if group is None:
-        if not dist.is_initialized():
-            raise ValueError(
-                "group=None means torch.distributed's default group, which does not exist: call "
-                "torch.distributed.init_process_group first (torchrun sets its environment)"
-            )
-        return distributed_c10d._get_default_group()
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group is a DeviceMesh of {group.ndim} dimensions, but an operation runs over "
-                "one: choose it, as in mesh['tp']"
-            )
-        return group.get_group()
-    raise ValueError(
-        f"group must be a ProcessGroup, a 1-D DeviceMesh or None, not {type(group).__name__}"
-        + ("; this rank is no member of it" if group == dist.GroupMember.NON_GROUP_MEMBER else "")
-    )
 
 
 class Communicator:
@@ -78,20 +55,18 @@ class Communicator:
     """
 
     def __init__(self, group: dist.ProcessGroup, channel: str, timeout_s: float) -> None:
-        key = (group.group_name, channel)
         self.group = group
         self.channel = channel
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.device = _device_of(group)
+        self.device = device_of(group)
         #: Where the counters of new workspaces start; tests set it near the wrap-around.
         self.first_epoch = 0
         self._workspaces: dict[str, Workspace] = {}
         self._symmetric: dict[int, weakref.ref[SymmetricTensor]] = {}
         self._thread: int | None = None
         self._barriers = 0
-        _made[key] = _made.get(key, 0) + 1
-        met = meet(group, f"fusedcomm/{channel}/{_made[key]}", timeout_s)
+        met = meet(group, f"fusedcomm/{channel}", timeout_s)
         self.shares_memory = met is not None
         links, blocks = met or (Links(self.rank), {self.rank: _private_block()})
         self._links = links
@@ -120,26 +95,34 @@ class Communicator:
         resolved = resolve_group(group)
         key = (resolved.group_name, channel)
         with _lock:
+            making = _making[key]
+        with making:  # One lock a key: threads may make theirs in another order on every rank.
             cached = _cache.get(key)
             if cached is not None and cached.group is not resolved:
                 # The group was destroyed and another took its name.
                 cached.close()
                 cached = None
             if cached is None:
-                cached = cls(
-                    resolved, channel, DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-                )
-                _cache[key] = cached
+                limit = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+                cached = _cache[key] = cls(resolved, channel, limit)
+                _closed.discard(key)
             elif timeout_s is not None:
                 cached._watch.timeout_s = timeout_s
         return cached
 
     @staticmethod
     def named(group_name: str, channel: str) -> Communicator:
-        """The communicator of the group that torch calls ``group_name``; see ``of``."""
-        cached = _cache.get((group_name, channel))
-        if cached is not None and not cached._closed:
+        """The communicator of the group that torch calls ``group_name``; see ``of``.
+
+        Raises:
+            ClosedError: it was closed, and no other made since.
+        """
+        key = (group_name, channel)
+        cached = _cache.get(key)
+        if cached is not None:
             return cached
+        if key in _closed:
+            raise ClosedError(_CLOSED_TEXT)
         group = distributed_c10d._resolve_process_group(distributed_c10d.GroupName(group_name))
         return Communicator.of(group, channel=channel)
 
@@ -158,17 +141,19 @@ class Communicator:
             shape: its shape, the same on every rank.
 
         Raises:
+            ValueError: the shape is negative, or the ranks do not share memory.
             SharedMemoryError: the operating system would not give the memory.
         """
+        if any(extent < 0 for extent in shape):
+            raise ValueError(f"shape must not be negative; got {list(shape)}")
         size = torch.Size(shape).numel() * dtype.itemsize
         label = f"symmetric tensor {list(shape)} {dtype}"
+        self._require_shared_memory("symmetric_empty")
         with self.collective(label):
-            self._require_shared_memory("symmetric_empty")
-            ranks = list(range(self.world_size))
-            segments = exchange(self._watch, Segment.create("tensor", size), label, ranks)
-            ordered = [segments[rank] for rank in ranks]
+            own = Segment.create("tensor", size)
+            segments = exchange(self._watch, own, label, self.world_size)
         number = self._watch.number
-        tensor = SymmetricTensor(ordered, self.rank, tuple(shape), dtype, number)
+        tensor = SymmetricTensor(segments, self.rank, tuple(shape), dtype, number)
         self._symmetric[number] = weakref.ref(tensor, lambda _: self._symmetric.pop(number, None))
         return tensor
 
@@ -187,7 +172,7 @@ class Communicator:
         """Wait until every rank has called this."""
         with self.collective("barrier"):
             if not self.shares_memory:
-                dist.barrier(self.group)
+                self.finish("barrier", dist.barrier(self.group, async_op=True))
                 return
             self._barriers = following(self._barriers)
             self._watch.fence()
@@ -246,18 +231,32 @@ class Communicator:
             backward: whether the backward pass will run as well.
 
         Raises:
-            ValueError: ``op`` is not known.
+            ValueError: ``op`` is not known, or a shape is none.
             SharedMemoryError: the operating system would not give the memory.
         """
+        wanted = [
+            space
+            for shape in global_shapes
+            for space in spaces(op, shape, self.world_size, dtype, backward)
+        ]
+        self._require_shared_memory("reserve")
         with self.collective(f"reserve {op} {global_shapes} {dtype} backward={backward}"):
-            for shape in global_shapes:
-                for space in spaces(op, shape, self.world_size, dtype, backward):
-                    self._workspace(space)
+            for space in wanted:
+                self._workspace(space)
 
     def await_peers(self, op: str) -> None:
         """Within ``collective``: wait until every peer has begun the same call."""
         for peer in self._links.peers:
             self._watch.await_call(peer, Awaited(op, self._watch.number, -1, "the call"))
+
+    def finish(self, op: str, work: Work | None) -> None:
+        """Within ``collective``: wait for one of torch.distributed, with our own errors."""
+        if work is None:
+            return
+        if self._links.peers and self.device.type == "cpu":
+            self._watch.await_work(work, Awaited(op, self._watch.number, -1, "the collective"))
+        else:
+            work.wait()
 
     def workspace_bytes(self) -> dict[str, dict[str, int]]:
         """Symmetric memory held by this rank: kind of workspace -> bytes of data and of flags."""
@@ -281,6 +280,7 @@ class Communicator:
         key = (self.group.group_name, self.channel)
         if _cache.get(key) is self:
             del _cache[key]
+            _closed.add(key)
 
     def __enter__(self) -> Communicator:
         return self
@@ -301,9 +301,7 @@ class Communicator:
     def require_usable(self) -> None:
         """Raise ``ClosedError`` if the communicator was closed or has failed."""
         if self._closed:
-            raise ClosedError(
-                "this communicator was closed; Communicator.of(group) makes a new one"
-            )
+            raise ClosedError(_CLOSED_TEXT)
         if self._watch.state != board.RUNNING:
             raise ClosedError(
                 "this communicator is unusable after an error; close() it on every rank and make "
@@ -314,7 +312,6 @@ class Communicator:
         old = self._workspaces.get(space.kind)
         if old is not None and old.fits(space):
             return old
-        self._require_shared_memory(space.kind)
         if old is not None:
             space = old.joined(space)
             # Readers keep their own mappings of the old memory; it goes when the last is done.
@@ -344,9 +341,3 @@ class Communicator:
 
 def _private_block() -> ControlBlock:
     return ControlBlock(Segment.create("control", ControlBlock.size(1)), 1)
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    if torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

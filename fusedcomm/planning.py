@@ -38,6 +38,7 @@ class Plan:
     """How one call is carried out.
 
     Attributes:
+        text: what must be equal on every rank, for the board.
         engine: "host" or "plain".
         chunked: whether the GEMM is cut at the ranks' chunks, and overlaps with them.
         pieces: into how many signalled pieces a rank's chunk is cut.
@@ -45,41 +46,41 @@ class Plan:
         reason: a sentence for people.
     """
 
+    text: str
     engine: str
     chunked: bool
     pieces: int
     one_shot: bool
     reason: str
 
-    def __str__(self) -> str:
-        form = "chunked" if self.chunked else "whole"
-        return f"{self.engine} {form} pieces={self.pieces} one_shot={self.one_shot}"
-
 
 def plan(
     comm: Communicator,
     op: str,
-    bounds: Bounds,
+    size: int,
+    inner: int,
     *,
     features: int,
     dtype: torch.dtype,
+    wire: torch.dtype,
     device: torch.device,
     engine: str,
 ) -> Plan:
     """The plan for one call.
 
     Args:
-        bounds: which rows each rank has; the first chunk is the longest.
-        features, dtype: of the rows that cross between ranks.
+        size, inner: the global rows are ``size`` tokens, the cut dimension, times ``inner``.
+        features, dtype, wire: of the rows that cross between ranks, before and while they do.
         engine: what the caller asked for.
 
     Raises:
         ValueError: the engine that was asked for cannot serve this group or device.
     """
     chosen, reason = _choose_engine(comm, device, engine)
+    bounds = scaled_bounds(size, comm.world_size, inner)
     rows = bounds[0][1]
     chunked = chosen == "host" and is_chunked(bounds)
-    one_shot = chosen == "host" and is_one_shot(bounds, features * dtype.itemsize)
+    one_shot = chosen == "host" and is_one_shot(bounds, features * wire.itemsize)
     if chosen == "host":
         reason += (
             f"; {rows} rows a rank are enough to cut the GEMM at the ranks' chunks"
@@ -87,7 +88,9 @@ def plan(
             else f"; {rows} rows a rank are too few to cut the GEMM: it would read the weight "
             f"{comm.world_size} times"
         )
-    result = Plan(chosen, chunked, 1, one_shot, reason)
+    form = "chunked" if chunked else "one-shot" if one_shot else "whole"
+    text = f"{op} {dtype} [{size}x{inner}, {features}] as {wire}, engine {chosen} {form}"
+    result = Plan(text, chosen, chunked, 1, one_shot, reason)
     record_plan(op, chosen, comm.world_size if chunked else 1, reason)
     return result
 
@@ -138,6 +141,8 @@ def spaces(
     op: str, shape: Sequence[int], world_size: int, dtype: torch.dtype, backward: bool
 ) -> list[Space]:
     """The memory that calls of ``op`` on this global shape take; see ``Communicator.reserve``."""
+    if len(shape) < 2 or min(shape) < 0:
+        raise ValueError(f"a global shape is [tokens, …, features]; got {list(shape)}")
     *tokens, features = shape
     bounds = scaled_bounds(tokens[0], world_size, math.prod(tokens[1:]))
     row_bytes = features * dtype.itemsize

@@ -26,6 +26,7 @@ explains why this is safe; ``fusedcomm.testing.protocol_model`` checks it over a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -62,27 +63,30 @@ def set_recorder(recorder: Recorder | None) -> Recorder | None:
     return previous
 
 
-def exchange(watch: Watch, own: Segment, label: str, ranks: list[int]) -> dict[int, Segment]:
-    """Map every peer's segment of the same name and size; collective.
+def exchange(watch: Watch, own: Segment, label: str, world_size: int) -> list[Segment]:
+    """Every rank's segment of the same name and size, by rank, mapped here; collective.
 
     Raises:
         MismatchError: a peer is allocating something else.
     """
     payload = f"{label} {own.size}".encode()
     awaited = Awaited(label, 0, -1, "shared memory")
-    segments = {watch.rank: own}
-    peers = [rank for rank in ranks if rank != watch.rank]
-    for peer in peers:
-        watch.send(peer, payload, own.descriptor, awaited)
-    for peer in peers:
-        theirs, descriptor = watch.receive(peer, awaited)
-        segments[peer] = Segment.attach(descriptor, own.size)
-        if theirs != payload:
-            raise MismatchError(
-                f"ranks disagree on an allocation: rank {watch.rank} has [{payload.decode()}], "
-                f"rank {peer} has [{theirs.decode()}]"
-            )
-    own.release_descriptor()
+    segments = [own] * world_size
+    try:
+        # In step, so that few descriptors are under way at a time: their number is limited.
+        for step in range(1, world_size):
+            watch.send((watch.rank + step) % world_size, payload, own.descriptor, awaited)
+            source = (watch.rank - step) % world_size
+            theirs, descriptor = watch.receive(source, awaited)
+            if theirs != payload:
+                os.close(descriptor)
+                raise MismatchError(
+                    f"ranks disagree on an allocation: rank {watch.rank} has "
+                    f"[{payload.decode()}], rank {source} has [{theirs.decode()}]"
+                )
+            segments[source] = Segment.attach(descriptor, own.size)
+    finally:
+        own.release_descriptor()
     return segments
 
 
@@ -125,8 +129,7 @@ class Workspace:
         if first_epoch:
             for index in range(0, flag_bytes // 4, _FLAG_WORDS):
                 own.words[index] = first_epoch
-        segments = exchange(watch, own, f"workspace {self.kind}", list(range(world_size)))
-        self.segments = [segments[rank] for rank in range(world_size)]
+        self.segments = exchange(watch, own, f"workspace {self.kind}", world_size)
         self._rank = watch.rank
 
     @property

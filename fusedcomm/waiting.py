@@ -12,9 +12,12 @@ import os
 import time
 from typing import NamedTuple
 
+from torch.distributed import Work
+
 from fusedcomm import board
 from fusedcomm.errors import (
     AbortedError,
+    ClosedError,
     FusedcommError,
     MismatchError,
     PeerLostError,
@@ -86,8 +89,8 @@ class Watch:
     def post(self, text: str) -> None:
         """Announce this rank's next call to all peers."""
         self.number += 1
-        self._text = text
-        self._own.post(self.number, text)
+        self._text = self._own.fit(text)
+        self._own.post(self.number, self._text)
 
     def compare(self, peer: int) -> None:
         """Compare the peer's view of the current call with this rank's.
@@ -142,13 +145,48 @@ class Watch:
     def await_call(self, peer: int, awaited: Awaited) -> None:
         """Wait until ``peer`` has begun its call of the same number, and compare the two."""
         start = time.monotonic()
-        while not self._blocks[peer].posted(self.number):
-            self._check(peer, awaited, start, self._gone(peer))
-            time.sleep(_NAP_S)
+        block = self._blocks[peer]
+        while not block.posted(self.number):
+            gone = self._gone(peer)
+            if not block.posted(self.number):
+                self._check(peer, awaited, start, gone)
+                time.sleep(_NAP_S)
         self.compare(peer)
+
+    def await_work(self, work: Work, awaited: Awaited) -> None:
+        """Wait for torch.distributed's collective of CPU ranks, with the errors of ``wait``."""
+        start = time.monotonic()
+        look = start + POLL_S
+        missing: dict[int, str] = {}
+        while not work.is_completed():
+            now = time.monotonic()
+            if now < start + _YIELD_S:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_S)
+            if now < look:
+                continue
+            # A peer may have done its part and left while the last bytes are under way here: only
+            # one that was gone at the look before is missed.
+            gone = {peer: why for peer in self.links.peers if (why := self._gone(peer))}
+            lost = next((peer for peer in gone if peer in missing), None)
+            peer = self.links.peers[0] if lost is None else lost
+            self._check(peer, awaited, start, None if lost is None else gone[lost])
+            missing, look = gone, now + POLL_S
+        try:
+            work.wait()
+        except RuntimeError as error:
+            for peer in self.links.peers:
+                if gone_now := self._gone(peer):
+                    self._check(peer, awaited, start, gone_now)
+            raise PeerLostError(
+                f"torch.distributed failed for rank {self.rank} in {awaited.op}: {error}"
+            ) from error
 
     def _check(self, peer: int, awaited: Awaited, start: float, gone: str | None) -> None:
         """Raise if the wait for ``peer``, begun at ``start``, cannot succeed."""
+        if self._own.state == board.CLOSED:
+            raise ClosedError(f"{self._own.reason} while it waited for {awaited} of rank {peer}")
         for other in self._blocks:
             if other != self.rank:
                 self.compare(other)
@@ -166,21 +204,23 @@ class Watch:
     def receive(self, peer: int, awaited: Awaited) -> tuple[bytes, int]:
         """The next message and descriptor of ``peer``, with the errors of ``wait``."""
         start = time.monotonic()
+        while not self.links.pending(peer, POLL_S):
+            gone = self._gone(peer)
+            if not self.links.pending(peer, 0.0):
+                self._check(peer, awaited, start, gone)
         try:
-            return self.links.receive(
-                peer, lambda: self._check(peer, awaited, start, self._gone(peer))
-            )
+            return self.links.receive(peer)
         except ConnectionError as error:
-            raise PeerLostError(
-                f"rank {self.rank} waits for {awaited} of rank {peer}, but {error}"
-            ) from error
+            self._check(peer, awaited, start, str(error))
+            raise
 
     def send(self, peer: int, payload: bytes, descriptor: int, awaited: Awaited) -> None:
-        """Send a message and a descriptor to ``peer``."""
+        """Send a message and a descriptor to ``peer``, with the errors of ``wait``."""
         try:
             self.links.send(peer, payload, descriptor)
         except ConnectionError as error:
-            raise PeerLostError(f"rank {peer} is gone; rank {self.rank} has {awaited}") from error
+            self._check(peer, awaited, time.monotonic(), str(error))
+            raise
 
     def _gone(self, peer: int) -> str | None:
         """Why nothing more will come from ``peer``, if so."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from fusedcomm.engines.plain.collectives import all_gather_rows
 from fusedcomm.nn.linear import _ParallelLinear
 from fusedcomm.schedule import shard_bounds
 
@@ -73,11 +73,9 @@ def _unshard(layer: _ParallelLinear, name: str) -> Tensor:
     if comm.world_size == 1:
         return shard.clone()
     total = [layer.out_features, layer.in_features][dim]
-    bounds = shard_bounds(total, comm.world_size)
     front = shard.movedim(dim, 0)
-    padded = front.new_zeros(bounds[0][1], *front.shape[1:])
-    padded[: front.shape[0]] = front
-    gathered = front.new_empty(bounds[0][1] * comm.world_size, *front.shape[1:])
-    dist.all_gather_into_tensor(gathered, padded, group=comm.group)
-    # torch.chunk's shards are full but for the last ones, so all padding lies at the end.
-    return gathered[:total].movedim(0, dim).contiguous()
+    rows, rest = front.reshape(front.shape[0], front.shape[1:].numel()), front.shape[1:]
+    with comm.collective(f"full_state_dict {name} {[layer.out_features, layer.in_features]}"):
+        bounds = shard_bounds(total, comm.world_size)
+        gathered = all_gather_rows(comm, "full_state_dict", rows, bounds)
+    return gathered.reshape(total, *rest).movedim(0, dim).contiguous()

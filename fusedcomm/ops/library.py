@@ -58,16 +58,18 @@ def _decide(
 ) -> _Run:
     group, channel, engine = where
     comm = Communicator.named(group, channel)
-    bounds = scaled_bounds(size, comm.world_size, inner)
     chosen = plan(
         comm,
         op,
-        bounds,
+        size,
+        inner,
         features=features,
-        dtype=wire or like.dtype,
+        dtype=like.dtype,
+        wire=wire or like.dtype,
         device=like.device,
         engine=engine,
     )
+    bounds = scaled_bounds(size, comm.world_size, inner)
     return _Run(comm, chosen, bounds, _ENGINES[chosen.engine])
 
 

@@ -44,6 +44,7 @@ class Address(NamedTuple):
 @torch._dynamo.assume_constant_result
 def _address(group: Any) -> Address:
     comm = group if isinstance(group, Communicator) else Communicator.of(group)
+    comm.require_usable()
     return Address(comm.group.group_name, comm.channel, comm.rank, comm.world_size)
 
 

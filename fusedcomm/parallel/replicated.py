@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fusedcomm.communicator import Communicator
+from fusedcomm.engines.plain.collectives import all_reduce_in_place
 from fusedcomm.nn.linear import _ParallelLinear
 
 
@@ -54,8 +54,7 @@ def _sum_over(comm: Communicator, name: str) -> Callable[[Tensor], Tensor]:
             return grad
         total = grad.contiguous().clone()
         with comm.collective(f"sum of the gradient of {name} {grad.dtype} {list(grad.shape)}"):
-            comm.await_peers("sync_replicated")
-            dist.all_reduce(total, group=comm.group)
+            all_reduce_in_place(comm, "sync_replicated", total)
         return total
 
     return hook

@@ -1,9 +1,9 @@
 """Connections between the ranks of one machine: descriptors travel over them, deaths show on them.
 
 Every pair of ranks keeps one abstract Unix socket open for the life of the communicator. Abstract
-names vanish with their process, so nothing is left in the file system. A peer is watched by a pidfd
-taken from the socket's credentials: a killed child is a zombie, for which signal 0 still succeeds,
-but whose pidfd is readable.
+names vanish with their process, so nothing is left in the file system. A peer is watched by a
+pidfd: a killed child is a zombie, for which signal 0 still succeeds, but whose pidfd is readable.
+A held connection would not do: a child that the peer forked may hold its end open.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import socket
 import struct
 from collections.abc import Callable
 
+from fusedcomm.errors import SharedMemoryError
+
 _LENGTH = struct.Struct("<q")
-_CREDENTIALS = struct.Struct("3i")
+#: Seconds that a rank may take between connecting and naming itself.
+_HELLO_S = 5.0
 #: Seconds between two looks at the peers while this rank waits on a socket.
 POLL_S = 0.05
 
@@ -63,47 +66,46 @@ class Links:
         rank: int,
         listener: Listener,
         names: dict[int, str],
-        check: Callable[[str, int], None],
+        pids: dict[int, int],
+        check: Callable[[int], None],
     ) -> Links:
         """Join the mesh: connect to the ranks below, accept the ranks above.
 
         Args:
-            names: the listener name of every rank, this one included.
-            check: called every ``POLL_S`` while waiting, with what is awaited and a missing rank;
-                raises to give up.
+            names, pids: the listener name and the process of every rank, this one included.
+            check: called every ``POLL_S`` while waiting, with a missing rank; raises to give up.
 
         Raises:
-            ConnectionError: a rank's listener is gone.
+            ConnectionError: a rank is gone.
         """
         links = cls(rank)
         try:
+            for peer, pid in pids.items():
+                if peer != rank:
+                    links._watch(peer, pid)
             for peer in sorted(r for r in names if r < rank):
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                links._sockets[peer] = connection
                 connection.connect("\0" + names[peer])
-                connection.send(_LENGTH.pack(rank))
-                links._add(peer, connection)
+                connection.send(_LENGTH.pack(rank), socket.MSG_NOSIGNAL)
             awaited = {r for r in names if r > rank}
             while awaited:
                 accepted = listener.accept(POLL_S)
-                if accepted is None:
-                    check("connection", min(awaited))
+                if accepted is not None:
+                    peer = _introduced(accepted)
+                    links._sockets[peer] = accepted
+                    awaited.discard(peer)
                     continue
-                accepted.settimeout(1.0)
-                (peer,) = _LENGTH.unpack(accepted.recv(_LENGTH.size))
-                awaited.remove(peer)
-                links._add(peer, accepted)
+                for missing in sorted(awaited):
+                    if not links.alive(missing):
+                        raise ConnectionResetError(f"rank {missing} died")
+                check(min(awaited))
         except BaseException:
             links.close()
             raise
         return links
 
-    def _add(self, peer: int, connection: socket.socket) -> None:
-        connection.settimeout(None)
-        self._sockets[peer] = connection
-        credentials = connection.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-        )
-        pid, _, _ = _CREDENTIALS.unpack(credentials)
+    def _watch(self, peer: int, pid: int) -> None:
         try:
             self._pidfds[peer] = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -134,21 +136,29 @@ class Links:
             [payload], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], socket.MSG_NOSIGNAL
         )
 
-    def receive(self, peer: int, check: Callable[[], None]) -> tuple[bytes, int]:
-        """The peer's next message and descriptor; ``check`` is called while waiting.
+    def pending(self, peer: int, timeout_s: float) -> bool:
+        """Whether a message of ``peer`` (or its end) is there, waiting up to ``timeout_s``."""
+        poll = select.poll()
+        poll.register(self._sockets[peer], select.POLLIN)
+        return bool(poll.poll(timeout_s * 1e3))
+
+    def receive(self, peer: int) -> tuple[bytes, int]:
+        """The peer's next message and descriptor, which must be ``pending``.
 
         Raises:
             ConnectionError: the peer is gone.
+            SharedMemoryError: this process can hold no more file descriptors.
         """
-        connection = self._sockets[peer]
-        poll = select.poll()
-        poll.register(connection, select.POLLIN)
-        while not poll.poll(POLL_S * 1e3):
-            check()
         space = socket.CMSG_SPACE(struct.calcsize("i"))
+        connection = self._sockets[peer]
         payload, ancillary, _, _ = connection.recvmsg(4096, space, socket.MSG_CMSG_CLOEXEC)
         if not payload:
             raise ConnectionResetError(f"rank {peer} closed its connection")
+        if not ancillary:
+            raise SharedMemoryError(
+                f"rank {self.rank} cannot take over shared memory of rank {peer}: it holds as many "
+                "file descriptors as it may (raise ulimit -n)"
+            )
         rights = array.array("i")
         rights.frombytes(ancillary[0][2][: rights.itemsize])
         return payload, rights[0]
@@ -161,3 +171,17 @@ class Links:
             os.close(pidfd)
         self._sockets.clear()
         self._pidfds.clear()
+
+
+def _introduced(connection: socket.socket) -> int:
+    """The rank that a new connection's first message names."""
+    connection.settimeout(_HELLO_S)
+    try:
+        hello = connection.recv(_LENGTH.size)
+    except TimeoutError:
+        hello = b""
+    if len(hello) != _LENGTH.size:
+        connection.close()
+        raise ConnectionResetError("a rank connected and fell silent: it died or was stopped")
+    connection.settimeout(None)
+    return _LENGTH.unpack(hello)[0]

@@ -33,22 +33,33 @@ class Segment:
             SharedMemoryError: the memory is not to be had (found here, not by a SIGBUS later).
         """
         size = max(size, mmap.PAGESIZE)
-        fd = os.memfd_create(f"fusedcomm:{label}", os.MFD_CLOEXEC)
+        fd = -1
         try:
+            fd = os.memfd_create(f"fusedcomm:{label}", os.MFD_CLOEXEC)
             os.posix_fallocate(fd, 0, size)
             return cls(fd, size)
         except OSError as error:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             raise SharedMemoryError(
                 f"cannot get {size} bytes of shared memory for {label}: {error.strerror}"
             ) from error
 
     @classmethod
     def attach(cls, fd: int, size: int) -> Segment:
-        """Map a segment whose descriptor came from a peer; takes over ``fd``."""
-        segment = cls(fd, size)
-        segment.release_descriptor()
-        return segment
+        """Map a segment whose descriptor came from a peer; takes over ``fd`` and closes it.
+
+        Raises:
+            SharedMemoryError: it cannot be mapped.
+        """
+        try:
+            return cls(fd, size)
+        except OSError as error:
+            raise SharedMemoryError(
+                f"cannot map {size} bytes of a peer's shared memory: {error.strerror}"
+            ) from error
+        finally:
+            os.close(fd)
 
     @property
     def descriptor(self) -> int:

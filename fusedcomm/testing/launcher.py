@@ -1,148 +1,109 @@
-"""The process that starts a pool's ranks.
-
-A rank needs torch, and importing it costs a second or more of processor time per process. So a pool
-starts one process, this one, in a new interpreter with the environment that the ranks shall have;
-it imports torch and fusedcomm once and forks the ranks. They are ready in some ten milliseconds,
-and so are the next ones, when these were killed.
-
-Forking is safe because this process has one thread (it has run no torch operation, and OpenMP and
-OpenBLAS are told to start none) and has touched no GPU. Forking the user's own process would be
-neither.
-
-Nobody survives whom. This process watches the pool's process and ends its ranks when that dies; it
-is their parent, and the kernel kills them when it dies. All of them ignore SIGINT, which a terminal
-sends to everyone: Ctrl-C is the pool's to handle.
-
-    pool's process --(control socket, pidfd)-- launcher --(fork, PDEATHSIG, pidfd)-- ranks
-
-Messages on the control socket are JSON objects, one a packet. To the launcher::
-
-    {"do": "fork", "world_size": W}   with 1 + 2 W descriptors: the store's file, then for each rank
-                                      its channel and the file for its stacks
-    {"do": "signal", "rank": r, "number": n}
-    {"do": "kill"}                    all ranks
-
-and from it ``{"ready": true}`` once, and for every rank that ended
-``{"rank": r, "exit_code": c, "at_ns": t}``.
-"""
+"""The pool's end of the process that starts its ranks; ``launcher_main.py`` says what that is."""
 
 from __future__ import annotations
 
 import json
 import os
-import select
-import signal
 import socket
+import subprocess
 import sys
-import time
-import traceback
-from contextlib import suppress
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from fusedcomm.testing.rank import bind_to_parent, serve
-
-#: The most bytes and descriptors of one packet.
+#: The most bytes and descriptors of one packet on the control socket.
 PACKET = 4096
 DESCRIPTORS = 250
 
-# What the new interpreter runs: it must find fusedcomm where its parent did.
+_START_S = 120.0  # for an interpreter to import torch, on a machine that has much else to do
+_KILL_S = 20.0  # for the kernel to end killed processes
+
+# What the new interpreter runs: it must find fusedcomm where this one did.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from fusedcomm.testing.launcher import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from fusedcomm.testing.launcher_main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 
-def command(control: socket.socket) -> list[str]:
-    """The command line of a launcher for the current process."""
-    path = json.dumps(sys.path)
-    return [sys.executable, "-c", _BOOT, path, str(control.fileno()), str(os.getpid())]
+@dataclass(frozen=True)
+class Ended:
+    """A rank that is no more. ``exit_code`` as in ``subprocess``; ``at_ns`` by ``monotonic_ns``."""
+
+    rank: int
+    exit_code: int
+    at_ns: int
 
 
-def main(control_descriptor: int, pool_pid: int) -> None:
-    """The launcher's whole life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    pool = os.pidfd_open(pool_pid)
-    if os.getppid() != pool_pid:
-        return  # it died before we could watch it
-    sys.argv = ["rank"]
-    control = socket.socket(fileno=control_descriptor)
-    control.send(json.dumps({"ready": True}).encode())
-    _Launcher(control, pool).run()
-    os._exit(0)  # taking torch down tidily costs a second and gains nothing
+class Launcher:
+    """A new interpreter with torch, ready to fork ranks. Closing it ends them too."""
 
-
-class _Launcher:
-    def __init__(self, control: socket.socket, pool: int) -> None:
-        self._control = control
-        self._pool = pool
-        self._ranks: dict[int, tuple[int, int]] = {}  # pidfd: (rank, pid)
-
-    def run(self) -> None:
+    def __init__(self, env: Mapping[str, str]) -> None:
+        """Starts it with exactly this environment, and waits until it is ready."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, *arguments],
+                pass_fds=[theirs.fileno()],
+                env=env,
+                stdin=subprocess.DEVNULL,
+            )
         try:
-            while True:
-                control = self._control.fileno()
-                ready, _, _ = select.select([control, self._pool, *self._ranks], [], [])
-                for descriptor in set(ready) & set(self._ranks):
-                    self._reap(descriptor)
-                if self._pool in ready:
-                    return
-                if control in ready:
-                    packet, descriptors, _, _ = socket.recv_fds(self._control, PACKET, DESCRIPTORS)
-                    if not packet:
-                        return
-                    self._obey(json.loads(packet), descriptors)
-        finally:
-            self._kill()
-
-    def _obey(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        if message["do"] == "fork":
-            store, *pairs = descriptors
-            for rank in range(message["world_size"]):
-                # Closed at once, so that no other rank holds a channel open that this one leaves.
-                channel, stacks = pairs[2 * rank : 2 * rank + 2]
-                self._fork(rank, message["world_size"], store, channel, stacks)
-                os.close(channel)
-                os.close(stacks)
-            os.close(store)
-        elif message["do"] == "signal":
-            for rank, pid in self._ranks.values():
-                if rank == message["rank"]:
-                    os.kill(pid, message["number"])
-        elif message["do"] == "kill":
-            self._kill()
-
-    def _fork(self, rank: int, world_size: int, store: int, channel: int, stacks: int) -> None:
-        launcher_pid = os.getpid()
-        pid = os.fork()
-        if pid != 0:
-            self._ranks[os.pidfd_open(pid)] = (rank, pid)
-            return
-        code = 1
-        try:
-            bind_to_parent(launcher_pid)
-            self._control.close()
-            for descriptor in (self._pool, *self._ranks):
-                os.close(descriptor)
-            code = serve(rank, world_size, store, channel, stacks)
+            self._receive(_START_S)
         except BaseException:
-            traceback.print_exc()
-        finally:
-            # Never back into the launcher's own frames, whatever happened above.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+            self.close()
+            raise
 
-    def _kill(self) -> None:
-        for _, pid in self._ranks.values():
-            os.kill(pid, signal.SIGKILL)
-        for descriptor in list(self._ranks):
-            self._reap(descriptor)
+    def fileno(self) -> int:
+        """Readable when ``ended`` has something to return, or to raise."""
+        return self._control.fileno()
 
-    def _reap(self, descriptor: int) -> None:
-        rank, pid = self._ranks.pop(descriptor)
-        os.close(descriptor)
-        _, status = os.waitpid(pid, 0)
-        code = os.waitstatus_to_exitcode(status)
-        message = {"rank": rank, "exit_code": code, "at_ns": time.monotonic_ns()}
-        with suppress(ConnectionError):  # the pool is gone and needs no news; run() sees it too
-            self._control.send(json.dumps(message).encode())
+    def fork(self, world_size: int, descriptors: Sequence[int]) -> None:
+        """Starts ranks: of ``descriptors``, all get the first one, and rank r two of its own."""
+        self._send({"do": "fork", "world_size": world_size}, descriptors)
+
+    def signal(self, rank: int, number: int) -> None:
+        """Sends a signal to a rank, if it lives."""
+        self._send({"do": "signal", "rank": rank, "number": number})
+
+    def kill(self) -> None:
+        """Kills all ranks. ``ended`` then returns those it has not returned before."""
+        self._send({"do": "kill"})
+
+    def ended(self) -> Ended:
+        """The next rank that ended, each one once. It does not wait for long."""
+        return Ended(**self._receive(_KILL_S))
+
+    def close(self) -> None:
+        """Ends the launcher and all its ranks, and returns when they are gone; idempotent."""
+        self._control.close()  # it sees that, ends its ranks, and then itself
+        try:
+            self._process.wait(_KILL_S)
+        except BaseException:
+            self._process.kill()  # its ranks die with it
+            self._process.wait()
+            raise
+
+    def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        try:
+            socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
+        except ConnectionError:
+            self._is_gone()
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        self._control.settimeout(timeout_s)
+        try:
+            packet = self._control.recv(PACKET)
+        except ConnectionError:
+            packet = b""
+        if not packet:
+            self._is_gone()
+        message: dict[str, Any] = json.loads(packet)
+        return message
+
+    def _is_gone(self) -> NoReturn:
+        code = self._process.wait(_KILL_S)
+        raise RuntimeError(
+            f"the process that starts the ranks ended with exit code {code}; its error output says "
+            "why, unless it was killed"
+        )

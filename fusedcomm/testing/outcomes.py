@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Fate = Literal["returned", "raised", "died", "unfinished"]
-
-# What explains the rest comes first: a death is always a cause, a hang mostly a consequence.
-_ORDER = {"died": 0, "raised": 1, "unfinished": 2, "returned": 3}
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,14 @@ class Outcome:
         return "had not finished" if self.fate == "unfinished" else "returned"
 
 
+def failures(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Those that are no success, in the order in which they explain each other."""
+    # A death is always a cause, a hang mostly a consequence.
+    order = {"died": 0, "raised": 1, "unfinished": 2}
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    return sorted(failed, key=lambda outcome: (order[outcome.fate], outcome.at_ns))
+
+
 class RemoteError(RuntimeError):
     """Stands for an exception of a rank that cannot be pickled; names its type and message."""
 
@@ -68,10 +73,7 @@ class RankError(RuntimeError):
 
     def __init__(self, name: str, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = list(outcomes)
-        failed = sorted(
-            (outcome for outcome in self.outcomes if not outcome.ok),
-            key=lambda outcome: (_ORDER[outcome.fate], outcome.at_ns),
-        )
+        failed = failures(self.outcomes)
         self.first = failed[0]
         lines = [f"{name} failed on {len(failed)} of {len(self.outcomes)} ranks"]
         for outcome in failed:

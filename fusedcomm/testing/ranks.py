@@ -23,28 +23,25 @@ where this process's output went when the pool was made.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pickle
 import select
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
-from fusedcomm.testing import launcher
-from fusedcomm.testing.outcomes import Outcome, RankError
+from fusedcomm.testing.launcher import Ended, Launcher
+from fusedcomm.testing.outcomes import Outcome, RankError, failures
 from fusedcomm.testing.rank import STACKS_SIGNAL
 from fusedcomm.testing.request import Request, adopting_main
 from fusedcomm.testing.wire import Channel
 
-_START_S = 120.0  # for an interpreter to import torch, on a machine that has much else to do
+_JOIN_S = 60.0  # for new ranks to form their group
 _SETTLE_S = 5.0  # in run(), after the first failure: for the other ranks to say what they saw
-_KILL_S = 20.0  # for the kernel to end killed processes
 _STACKS_S = 1.0  # for a rank to write its stacks
 
 # One machine, and as many ranks as cores or more. That the launcher has a single thread, and can
@@ -94,18 +91,10 @@ class RankPool:
         self.broken: str | None = None  # why, once it is
         self._channels: list[Channel] = []
         self._stacks: list[int] = []  # a descriptor for each rank
-        self._ended: dict[int, dict[str, int]] = {}  # what the launcher said of ranks that ended
+        self._ended: dict[int, Ended] = {}  # the ranks that are no more
         self.closed = False
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._launcher = subprocess.Popen(
-                launcher.command(theirs),
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **_ENVIRONMENT, **(env or {})},
-                stdin=subprocess.DEVNULL,
-            )
+        self._launcher = Launcher({**os.environ, **_ENVIRONMENT, **(env or {})})
         try:
-            self._receive_news(_START_S)  # it is ready
             self._fork()
         except BaseException:
             self.close()
@@ -125,7 +114,7 @@ class RankPool:
                 others have 5 seconds to finish.
         """
         outcomes = self._call(fn, args, timeout_s, settle_s=_SETTLE_S)
-        if not all(outcome.ok for outcome in outcomes):
+        if failures(outcomes):
             raise RankError(_name(fn), outcomes)
         return [outcome.value for outcome in outcomes]
 
@@ -157,14 +146,8 @@ class RankPool:
         The ranks are killed: nothing that they hold outlives them.
         """
         self.closed = True
-        self._control.close()  # the launcher sees it, ends its ranks, and then itself
         self._drop_descriptors()
-        try:
-            self._launcher.wait(_KILL_S)
-        except BaseException:
-            self._launcher.kill()  # its ranks die with it
-            self._launcher.wait()
-            raise
+        self._launcher.close()
 
     def __enter__(self) -> RankPool:
         return self
@@ -192,17 +175,21 @@ class RankPool:
                 self._channels.append(Channel(ours))
                 self._stacks.append(os.memfd_create("stacks"))
                 descriptors += [theirs.fileno(), self._stacks[-1]]
-            self._command({"do": "fork", "world_size": self.world_size}, descriptors)
-        outcomes = self._gather(_START_S, settle_s=_SETTLE_S)
-        if not all(outcome.ok for outcome in outcomes):
+            self._launcher.fork(self.world_size, descriptors)
+        outcomes = self._gather(_JOIN_S, settle_s=_SETTLE_S)
+        if failures(outcomes):
             raise RankError("joining the process group", outcomes)
 
     def _end_ranks(self) -> None:
         """Kills the ranks, and returns when they are gone."""
-        self._command({"do": "kill"})
+        self._launcher.kill()
         while len(self._ended) < self.world_size:
-            self._receive_news(_KILL_S)
+            self._note_end()
         self._drop_descriptors()
+
+    def _note_end(self) -> None:
+        end = self._launcher.ended()
+        self._ended[end.rank] = end
 
     def _drop_descriptors(self) -> None:
         for channel in self._channels:
@@ -211,32 +198,6 @@ class RankPool:
             os.close(descriptor)
         self._channels.clear()
         self._stacks.clear()
-
-    def _command(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        try:
-            socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
-        except ConnectionError:
-            self._launcher_is_gone()
-
-    def _receive_news(self, timeout_s: float) -> None:
-        """One message of the launcher."""
-        self._control.settimeout(timeout_s)
-        try:
-            packet = self._control.recv(launcher.PACKET)
-        except ConnectionError:
-            packet = b""
-        if not packet:
-            self._launcher_is_gone()
-        message = json.loads(packet)
-        if "rank" in message:
-            self._ended[message["rank"]] = message
-
-    def _launcher_is_gone(self) -> NoReturn:
-        code = self._launcher.wait(_KILL_S)
-        raise RuntimeError(
-            f"the process that starts the ranks ended with exit code {code}; its error output says "
-            "why, unless it was killed"
-        )
 
     # Calls
 
@@ -253,8 +214,7 @@ class RankPool:
                 with suppress(ConnectionError):  # that rank has died: _gather finds out
                     channel.send(request)
             outcomes = self._gather(timeout_s, settle_s)
-            failed = [outcome for outcome in outcomes if not outcome.ok]
-            if failed:
+            if failed := failures(outcomes):
                 self.broken = f"in {_name(fn)}, rank {failed[0].rank} {failed[0].summary}"
                 self._end_ranks()
         except BaseException:
@@ -268,10 +228,10 @@ class RankPool:
         outcomes: dict[int, Outcome] = {}
         talking = dict(enumerate(self._channels))  # ranks whose answer may still come
         while len(outcomes) < self.world_size and (left := limit - time.monotonic()) > 0:
-            sources: list[Any] = [self._control, *talking.values()]
+            sources: list[Any] = [self._launcher, *talking.values()]
             ready, _, _ = select.select(sources, [], [], left)
-            if self._control in ready:
-                self._receive_news(_KILL_S)
+            if self._launcher in ready:
+                self._note_end()
             for rank, channel in list(talking.items()):
                 if channel in ready:
                     del talking[rank]
@@ -281,8 +241,7 @@ class RankPool:
                 # All that it said before it ended lies in the channel, and is read first.
                 if rank not in outcomes and not (rank in talking and talking[rank].readable()):
                     talking.pop(rank, None)
-                    code = end["exit_code"]
-                    outcomes[rank] = Outcome(rank, "died", end["at_ns"], exit_code=code)
+                    outcomes[rank] = Outcome(rank, "died", end.at_ns, exit_code=end.exit_code)
             if any(not outcome.ok for outcome in outcomes.values()):
                 limit = min(limit, time.monotonic() + settle_s)
                 settle_s = math.inf
@@ -292,7 +251,7 @@ class RankPool:
     def _unfinished(self, ranks: set[int]) -> dict[int, Outcome]:
         """The outcomes of ranks that are still at work, with their stacks."""
         for rank in ranks:
-            self._command({"do": "signal", "rank": rank, "number": STACKS_SIGNAL})
+            self._launcher.signal(rank, STACKS_SIGNAL)
         limit = time.monotonic() + _STACKS_S
         sizes = [0]
         while ranks and time.monotonic() < limit:
@@ -314,4 +273,4 @@ class RankPool:
 
 
 def _name(fn: Callable[..., Any]) -> str:
-    return f"{fn.__module__}.{fn.__qualname__}"
+    return f"{fn.__module__}.{fn.__qualname__}" if hasattr(fn, "__qualname__") else repr(fn)

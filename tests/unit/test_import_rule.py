@@ -15,9 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 #: The parts of fusedcomm, lowest first. A part imports from its own layer and from those below.
 LAYERS = [
-    {"errors", "trace", "trace_plot"},
+    {"errors", "trace", "trace_chrome", "trace_plot"},
     {
         "board",
+        "groups",
         "kernels",
         "protocol",
         "rendezvous",

@@ -23,6 +23,7 @@ from fusedcomm.cli.demo.report import Report
 from fusedcomm.cli.demo.sharding import legal_ranks
 from fusedcomm.cli.demo.worker import Job, work
 from fusedcomm.cli.launch import RankFailedError, launch
+from fusedcomm.planning import ENGINES
 
 PROMPT = "Explain in two sentences why the sky is blue."
 
@@ -36,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt", default=PROMPT, metavar="TEXT", help=f'what to answer ("{PROMPT}")')
     add("--prefill", type=int, default=1000, metavar="N", help="tokens of the real text (1000)")
     add("--layers", type=int, default=SMOLLM2.layers, metavar="N", help="use the first N layers")
-    engines = ("auto", "host", "plain", "triton")
-    add("--engine", choices=engines, default="auto", help="of the overlapped ops (auto)")
+    add("--engine", choices=ENGINES, default="auto", help="of the overlapped ops (auto)")
     add("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="for files (out/demo)")
 
 

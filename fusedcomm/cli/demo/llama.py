@@ -154,7 +154,7 @@ class Llama:
         angles = torch.outer(positions.float(), self.frequencies).repeat(1, 2)
         rotation = (angles.cos(), angles.sin())  # [tokens, head_size] each
         for index, w in enumerate(self.layers):
-            part = partial(span, "part of a layer", layer=index)  # names it in the timeline
+            part = partial(span, "part of the model", layer=index)  # names it in the timeline
             h = self.norm(x, w[NORMS[0]])
             with part("q, k, v"):
                 q, k, v = layout.column(h, [w[name] for name in QKV])
@@ -165,11 +165,13 @@ class Llama:
             h = self.norm(x, w[NORMS[1]])
             with part("gate, up"):
                 gate, up = layout.column(h, [w[name] for name in GATE_UP])
+            h = silu(gate) * up
             with part("down"):
-                x = x + layout.row(silu(gate) * up, w[DOWN])
+                x = x + layout.row(h, w[DOWN])
         cache.length += tokens
         x = self.norm(x, self.weights[LAST_NORM])
-        (logits,) = layout.column(x, [self.weights[HEAD]])
+        with span("part of the model", "vocabulary"):
+            (logits,) = layout.column(x, [self.weights[HEAD]])
         return logits
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -28,10 +28,6 @@ Tensor = torch.Tensor
 Bounds = list[tuple[int, int]]
 
 
-def _text(op: str, dtype: torch.dtype, total: int, features: int, plan: Plan) -> str:
-    return f"{op} {dtype} [{total}, {features}] {plan}"
-
-
 def all_gather_linear(
     comm: Communicator,
     plan: Plan,
@@ -46,7 +42,7 @@ def all_gather_linear(
     ys = [x.new_empty(total, weight.shape[0]) for weight in weights]
     whole = not plan.chunked and comm.world_size > 1
     gathered = x.new_empty(total, features) if whole or return_gathered else None
-    with comm.collective(_text(op, x.dtype, total, features, plan) + describe(comm, x)):
+    with comm.collective(plan.text + describe(comm, x)):
         for start, stop, rows in gather(comm, op, x, bounds, plan.pieces):
             if gathered is not None:
                 with span("copy", "keep", rank=comm.rank):
@@ -76,9 +72,9 @@ def all_gather_weight_grad(
     comm: Communicator, plan: Plan, x: Tensor, dys: list[Tensor], bounds: Bounds
 ) -> list[Tensor]:
     """``dw_i = dys[i]ᵀ · gathered(x)``, chunk by chunk as the chunks arrive."""
-    op, total, features = "all_gather_weight_grad", bounds[-1][1], x.shape[1]
+    op, features = "all_gather_weight_grad", x.shape[1]
     grads = [dy.new_zeros(dy.shape[1], features) for dy in dys]
-    with comm.collective(_text(op, x.dtype, total, features, plan) + describe(comm, x)):
+    with comm.collective(plan.text + describe(comm, x)):
         for start, stop, rows in gather(comm, op, x, bounds, plan.pieces):
             for grad, dy in zip(grads, dys, strict=True):
                 with span("gemm", f"weight gradient {start}:{stop}", rank=comm.rank):
@@ -97,9 +93,8 @@ def linear_reduce_scatter(
     wire: torch.dtype,
 ) -> Tensor:
     """This rank's rows of ``Σ_ranks (init + Σ_i xs[i] · weights[i]ᵀ) + bias``."""
-    op, total, features = "linear_reduce_scatter", xs[0].shape[0], weights[0].shape[0]
-    text = _text(op, xs[0].dtype, total, features, plan)
-    with comm.collective(f"{text} {wire} bias={bias is not None}"):
+    op = "linear_reduce_scatter"
+    with comm.collective(f"{plan.text}, bias {bias is not None}"):
         return _reduce_rows(comm, op, plan, xs, weights, bias, init, bounds, wire)
 
 
@@ -167,7 +162,7 @@ def linear_reduce_scatter_backward(
     dw = torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_weight else None
     wide = torch.promote_types(dy.dtype, torch.float32)
     db = torch.zeros(features, dtype=wide) if need_bias else None
-    with comm.collective(_text(op, dy.dtype, total, features, plan) + describe(comm, dy)):
+    with comm.collective(plan.text + describe(comm, dy)):
         for start, stop, rows in gather(comm, op, dy, bounds, plan.pieces):
             if dx is not None:
                 with span("gemm", f"input gradient {start}:{stop}", rank=comm.rank):
@@ -191,8 +186,7 @@ def linear_all_reduce(
 ) -> Tensor:
     """``Σ_ranks Σ_i xs[i] · weights[i]ᵀ + bias``, bitwise equal on every rank."""
     op, total, features = "linear_all_reduce", xs[0].shape[0], weights[0].shape[0]
-    text = _text(op, xs[0].dtype, total, features, plan)
-    with comm.collective(f"{text} {wire} bias={bias is not None}"):
+    with comm.collective(f"{plan.text}, bias {bias is not None}"):
         if plan.one_shot:
             return _one_shot(comm, op, xs, weights, bias, wire)
         reduced = _reduce_rows(comm, op, plan, xs, weights, bias, None, bounds, wire)

@@ -8,11 +8,14 @@ sums promise (order, rounding) is what torch.distributed's backend promises.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.plain.collectives import all_gather_rows, reduce_scatter_rows
+from fusedcomm.engines.plain.collectives import (
+    all_gather_rows,
+    all_reduce_in_place,
+    reduce_scatter_rows,
+)
 from fusedcomm.planning import Plan
 from fusedcomm.trace import span
 
@@ -29,16 +32,16 @@ def all_gather_linear(
     bounds: Bounds,
     return_gathered: bool,
 ) -> list[Tensor]:
-    gathered = _gather(comm, "all_gather_linear", x, bounds)
+    gathered = _gather(comm, "all_gather_linear", plan, x, bounds)
     with span("gemm", "all rows", rank=comm.rank):
         ys = [F.linear(gathered, w, b) for w, b in zip(weights, biases, strict=True)]
-    return [*ys, gathered.clone() if gathered is x else gathered] if return_gathered else ys
+    return [*ys, gathered] if return_gathered else ys
 
 
 def all_gather_weight_grad(
     comm: Communicator, plan: Plan, x: Tensor, dys: list[Tensor], bounds: Bounds
 ) -> list[Tensor]:
-    gathered = _gather(comm, "all_gather_weight_grad", x, bounds)
+    gathered = _gather(comm, "all_gather_weight_grad", plan, x, bounds)
     with span("gemm", "weight gradient", rank=comm.rank):
         return [dy.t() @ gathered for dy in dys]
 
@@ -55,9 +58,9 @@ def linear_reduce_scatter(
 ) -> Tensor:
     op = "linear_reduce_scatter"
     partial = _partial(comm, xs, weights, init, wire)
-    with comm.collective(_text(op, partial)), span("copy", "reduce-scatter", rank=comm.rank):
-        comm.await_peers(op)
-        own = reduce_scatter_rows(comm, partial, bounds)
+    text = f"{plan.text}, bias {bias is not None}"
+    with comm.collective(text), span("copy", "reduce-scatter", rank=comm.rank):
+        own = reduce_scatter_rows(comm, op, partial, bounds)
     return _finish(own, bias, xs[0].dtype)
 
 
@@ -72,7 +75,7 @@ def linear_reduce_scatter_backward(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    gathered = _gather(comm, "linear_reduce_scatter_backward", dy, bounds)
+    gathered = _gather(comm, "linear_reduce_scatter_backward", plan, dy, bounds)
     with span("gemm", "gradients", rank=comm.rank):
         return (
             gathered @ weight if need_x else None,
@@ -92,25 +95,15 @@ def linear_all_reduce(
 ) -> Tensor:
     op = "linear_all_reduce"
     partial = _partial(comm, xs, weights, None, wire)
-    with comm.collective(_text(op, partial)), span("copy", "all-reduce", rank=comm.rank):
-        comm.await_peers(op)
-        if partial.numel():
-            dist.all_reduce(partial, group=comm.group)
+    text = f"{plan.text}, bias {bias is not None}"
+    with comm.collective(text), span("copy", "all-reduce", rank=comm.rank):
+        all_reduce_in_place(comm, op, partial)
     return _finish(partial, bias, xs[0].dtype)
 
 
-def _text(op: str, tensor: Tensor, total: int | None = None) -> str:
-    rows = tensor.shape[0] if total is None else total
-    return f"{op} {tensor.dtype} [{rows}, {tensor.shape[1]}] plain"
-
-
-def _gather(comm: Communicator, op: str, shard: Tensor, bounds: Bounds) -> Tensor:
-    with (
-        comm.collective(_text(op, shard, bounds[-1][1])),
-        span("copy", "all-gather", rank=comm.rank),
-    ):
-        comm.await_peers(op)
-        return all_gather_rows(comm, shard, bounds)
+def _gather(comm: Communicator, op: str, plan: Plan, shard: Tensor, bounds: Bounds) -> Tensor:
+    with comm.collective(plan.text), span("copy", "all-gather", rank=comm.rank):
+        return all_gather_rows(comm, op, shard, bounds)
 
 
 def _partial(

@@ -1,0 +1,117 @@
+"""The GEMM tile: ``A[rows, K] · W[columns, K]ᵀ`` in float32, and the order of tiles in a chunk.
+
+Index spaces: a chunk has ``rows`` rows of A and gives ``[rows, N]``; it is cut into tiles
+``[BM, BN]``; tile ids run over groups of ``GROUP`` row blocks, columns inside, so that the tiles in
+flight share rows of A and of W in the second-level cache.
+
+Worked example: 3 row blocks, 2 column blocks, GROUP = 2. Tiles 0..5 are the (row, column) blocks
+(0,0) (1,0) (0,1) (1,1) (2,0) (2,1).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_position(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
+    """The (row, column) block of a tile id."""
+    in_group = GROUP * column_blocks
+    group = tile // in_group
+    first = group * GROUP
+    height = tl.minimum(row_blocks - first, GROUP)
+    within = tile % in_group
+    return first + within % height, within // height
+
+
+@triton.jit
+def first_tile(program, done, programs):
+    """The first tile of a chunk that falls to ``program`` when ``done`` tiles came before it.
+
+    Tiles are dealt round-robin over all chunks, so that no chunk's short last wave is paid alone.
+    """
+    return (program - done % programs + programs) % programs
+
+
+@triton.jit
+def accumulate(
+    a,
+    w,
+    row_block,
+    column_block,
+    rows,
+    N,
+    K,
+    stride_am,
+    stride_wn,
+    stride_wk,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of the product, float32 ``[BM, BN]``. Rows of A are contiguous.
+
+    Rows and columns past the edge are computed on wrapped-around data; the caller masks its store.
+    """
+    m = (row_block * BM + tl.arange(0, BM)) % rows
+    n = (column_block * BN + tl.arange(0, BN)) % N
+    k = tl.arange(0, BK)
+    a_MK = a + m[:, None].to(tl.int64) * stride_am + k[None, :]
+    w_KN = w + n[None, :].to(tl.int64) * stride_wn + k[:, None] * stride_wk
+    total_MN = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(0, K, BK):
+        if EVEN_K:
+            x = tl.load(a_MK + start)
+            y = tl.load(w_KN + start * stride_wk)
+        else:
+            x = tl.load(a_MK + start, mask=k[None, :] < K - start, other=0.0)
+            y = tl.load(w_KN + start * stride_wk, mask=k[:, None] < K - start, other=0.0)
+        total_MN = tl.dot(x, y, total_MN, input_precision=PRECISION)
+    return total_MN
+
+
+@triton.jit
+def block_of(block, size, SIZE: tl.constexpr):
+    """The indices of a block along one axis, and which of them exist."""
+    index = block * SIZE + tl.arange(0, SIZE)
+    return index, index < size
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_kernel(
+    x,
+    weight,
+    bias,
+    y,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_wn,
+    stride_wk,
+    stride_ym,
+    HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``y = x · weightᵀ + bias``, persistent, without signals: what the others are compared with."""
+    row_blocks, column_blocks = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    for tile in range(tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0)):
+        row_block, column_block = tile_position(tile, row_blocks, column_blocks, GROUP)
+        total_MN = accumulate(
+            x, weight, row_block, column_block, M, N, K,
+            stride_xm, stride_wn, stride_wk, BM, BN, BK, EVEN_K, PRECISION,
+        )  # fmt: skip
+        n, n_exists = block_of(column_block, N, BN)
+        m, m_exists = block_of(row_block, M, BM)
+        if HAS_BIAS:
+            total_MN += tl.load(bias + n, mask=n_exists, other=0.0)[None, :].to(tl.float32)
+        place = y + m[:, None].to(tl.int64) * stride_ym + n[None, :]
+        tl.store(place, total_MN.to(y.dtype.element_ty), mask=m_exists[:, None] & n_exists[None, :])

@@ -1,0 +1,406 @@
+"""A rank is lost: all others are told in bounded time which one, whatever it was doing.
+
+The design allows 2 s from the death to the error. The limit here is for a machine with too much
+else to do; the times are recorded (``--junitxml``).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm as fc
+from fusedcomm import waiting
+from fusedcomm.rendezvous import Meeting
+from fusedcomm.symmetric.links import Links
+from fusedcomm.symmetric.shm import Segment
+from fusedcomm.testing import Outcome, RankPool, disturb
+from fusedcomm.testing.disturb import EVENTS
+from tests.ranks.fault_calls import OPS, Seen, before, call, die, right, see, stop
+
+Pools = Callable[..., RankPool]
+
+LIMIT_S = 10.0
+
+
+def survivors(
+    outcomes: Sequence[Outcome], victim: int, record: Callable[[str, object], None]
+) -> list[Seen]:
+    """What the other ranks saw of the victim's death, which they must have done in time."""
+    assert outcomes[victim].fate == "died", outcomes[victim]
+    seen = []
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            assert outcome.fate == "returned", f"{outcome.summary}\n{outcome.details}"
+            seen.append(outcome.value)
+    took = max(one.at_ns - outcomes[victim].at_ns for one in seen) / 1e9
+    record("noticed_s", round(took, 3))
+    assert took < LIMIT_S
+    return seen
+
+
+def assert_lost(seen: Sequence[Seen], victim: int, op: str) -> None:
+    for one in seen:
+        assert one.error == "PeerLostError", one
+        assert f"rank {victim}" in one.message and op in one.message, one
+        assert one.after.startswith("ClosedError") and one.message in one.after, one
+
+
+# In the middle of a call
+
+
+def die_at(rank: int, form: str, engine: str, event: str, nth: int, victim: int) -> Seen:
+    """Two good calls; then some more, in which the victim dies at the event's nth occurrence."""
+    comm = fc.Communicator.of()
+    for _ in range(2):
+        assert right(form, comm, call(form, comm))
+
+    def calls() -> None:
+        with disturb(victim, event, die, nth=nth):
+            for _ in range(5):  # a survivor may finish those that need nothing more of the victim
+                assert right(form, comm, call(form, comm))
+
+    return see(comm, calls)
+
+
+@pytest.mark.parametrize(("world_size", "victim", "nth"), [(2, 0, 0), (3, 1, 1), (3, 2, 2)])
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("form", OPS)
+def test_death_within_a_call(
+    pools: Pools,
+    record_property: Callable[[str, object], None],
+    form: str,
+    event: str,
+    world_size: int,
+    victim: int,
+    nth: int,
+) -> None:
+    if event == "write" and form.endswith("in place"):
+        pytest.skip("nothing is written: it is read in place")
+    pool = pools(world_size)
+    outcomes = pool.outcomes(die_at, form, "host", event, nth, victim, timeout_s=30)
+    assert_lost(survivors(outcomes, victim, record_property), victim, OPS[form])
+
+
+# Between calls
+
+
+def die_before(rank: int, form: str, engine: str, good_calls: int, victim: int) -> Seen:
+    comm = fc.Communicator.of()
+    for _ in range(good_calls):
+        call(form, comm, engine=engine)
+    if rank == victim:
+        die()
+
+    def calls() -> None:
+        for _ in range(5):
+            call(form, comm, engine=engine)
+
+    return see(comm, calls)
+
+
+@pytest.mark.parametrize("engine", ["host", "plain"])
+@pytest.mark.parametrize("good_calls", [0, 3])
+@pytest.mark.parametrize(
+    "form", ["all_gather_linear", "linear_reduce_scatter", "linear_all_reduce, two-shot"]
+)
+def test_death_between_calls(
+    pools: Pools,
+    record_property: Callable[[str, object], None],
+    form: str,
+    good_calls: int,
+    engine: str,
+) -> None:
+    outcomes = pools(3).outcomes(die_before, form, engine, good_calls, 1, timeout_s=30)
+    assert_lost(survivors(outcomes, 1, record_property), 1, OPS[form])
+
+
+def die_in_gloo(rank: int, form: str, victim: int) -> Seen:
+    """The victim has announced its call, and dies as it enters torch's collective."""
+    comm = fc.Communicator.of()
+    call(form, comm, engine="plain")
+    if rank == victim:
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+            before(dist, name, die)
+    return see(comm, lambda: call(form, comm, engine="plain"))
+
+
+@pytest.mark.parametrize(
+    "form", ["all_gather_linear", "linear_reduce_scatter", "linear_all_reduce, two-shot"]
+)
+def test_death_within_a_plain_call(
+    pools: Pools, record_property: Callable[[str, object], None], form: str
+) -> None:
+    outcomes = pools(3).outcomes(die_in_gloo, form, 1, timeout_s=30)
+    assert_lost(survivors(outcomes, 1, record_property), 1, OPS[form])
+
+
+def die_in_backward(rank: int, event: str, victim: int) -> Seen:
+    """A step of a sequence-parallel block: gather, scatter, and both in the backward pass."""
+    comm = fc.Communicator.of()
+    x = torch.ones(4, 8, requires_grad=True)
+    up, down = torch.ones(6, 8, requires_grad=True), torch.ones(8, 6, requires_grad=True)
+
+    def step() -> None:
+        y = fc.linear_reduce_scatter(fc.all_gather_linear(x, up, group=comm), down, group=comm)
+        with disturb(victim, event, die, nth=1):
+            y.sum().backward()
+
+    return see(comm, lambda: [step() for _ in range(3)])
+
+
+@pytest.mark.parametrize("event", ["begin", "signal", "consumed"])
+def test_death_within_a_backward_pass(
+    pools: Pools, record_property: Callable[[str, object], None], event: str
+) -> None:
+    outcomes = pools(3).outcomes(die_in_backward, event, 2, timeout_s=30)
+    assert_lost(survivors(outcomes, 2, record_property), 2, "linear_reduce_scatter")
+
+
+# In collectives without slots
+
+
+def die_at_barrier(rank: int, where: str, victim: int) -> Seen:
+    comm = fc.Communicator.of()
+    comm.barrier()
+    if rank == victim:
+        if where == "before":
+            die()
+        # It has told some or all that it is there, and does not wait for them.
+        before(waiting.Watch, "wait", die)
+
+    def barriers() -> None:
+        for _ in range(2):
+            comm.barrier()
+
+    return see(comm, barriers)
+
+
+@pytest.mark.parametrize("where", ["before", "within"])
+def test_death_at_a_barrier(
+    pools: Pools, record_property: Callable[[str, object], None], where: str
+) -> None:
+    outcomes = pools(3).outcomes(die_at_barrier, where, 0, timeout_s=30)
+    assert_lost(survivors(outcomes, 0, record_property), 0, "barrier")
+
+
+ALLOCATION = {
+    "as it allocates": (Segment, "create", 0),
+    "before it sends": (Links, "send", 0),
+    "between two sends": (Links, "send", 1),
+    "before it receives": (Links, "receive", 0),
+    "between two receives": (Links, "receive", 1),
+}
+
+
+def die_in_allocation(rank: int, what: str, point: str, victim: int) -> Seen:
+    comm = fc.Communicator.of()
+    call("all_gather_linear", comm)
+    if rank == victim:
+        owner, name, nth = ALLOCATION[point]
+        before(owner, name, die, nth)
+
+    def work() -> None:
+        if what == "symmetric_empty":
+            comm.symmetric_empty(1000)
+            comm.barrier()
+        else:
+            call("all_gather_linear", comm, scale=10000)
+
+    return see(comm, work)
+
+
+@pytest.mark.parametrize("point", ALLOCATION)
+@pytest.mark.parametrize("what", ["symmetric_empty", "growth"])
+def test_death_in_an_allocation(
+    pools: Pools, record_property: Callable[[str, object], None], what: str, point: str
+) -> None:
+    outcomes = pools(3).outcomes(die_in_allocation, what, point, 1, timeout_s=30)
+    op = "symmetric" if what == "symmetric_empty" else "all_gather_linear"
+    seen = survivors(outcomes, 1, record_property)
+    if what == "symmetric_empty" and point == "between two receives":
+        # It had sent all; who needs nothing more of it finishes, and fails at the barrier.
+        assert {one.error for one in seen} == {"PeerLostError"}
+    else:
+        assert_lost(seen, 1, op)
+
+
+# As a communicator is made
+
+CREATION = {
+    "between the store and its connections": (Links, "connect", 0),
+    "between a connection and its greeting": (socket.socket, "send", 0),
+    "before its second connection": (socket.socket, "connect", 1),
+    "before it sends its block": (Links, "send", 0),
+    "between two sends": (Links, "send", 1),
+    "before it receives a block": (Links, "receive", 0),
+    "before it maps a block": (Segment, "attach", 1),
+}
+
+
+def die_in_creation(rank: int, point: str, victim: int, timeout_s: float) -> Seen:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    if rank == victim:
+        owner, name, nth = CREATION[point] if point in CREATION else (Meeting, point, 0)
+        before(owner, name, die, nth)
+    try:
+        comm = fc.Communicator.of(timeout_s=timeout_s)
+        comm.barrier()
+    except fc.FusedcommError as error:
+        seen = Seen(type(error).__name__, str(error), time.monotonic_ns(), "")
+    for open_one in fc.Communicator.live():
+        open_one.close()
+    del error
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    return seen
+
+
+@pytest.mark.parametrize("point", CREATION)
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_death_in_the_making_of_a_communicator(
+    pools: Pools, record_property: Callable[[str, object], None], victim: int, point: str
+) -> None:
+    connections = {0: 0, 1: 1, 2: 2}[victim]
+    if connections < {"greeting": 1, "connection": 2}.get(point.split()[-1], 0):
+        pytest.skip("this rank makes fewer connections: those above it connect to it")
+    outcomes = pools(3).outcomes(die_in_creation, point, victim, 30.0, timeout_s=40)
+    for one in survivors(outcomes, victim, record_property):
+        assert one.error == "PeerLostError", one
+        assert f"rank {victim}" in one.message, one
+
+
+def test_death_before_the_store_is_a_timeout(
+    pools: Pools, record_property: Callable[[str, object], None]
+) -> None:
+    """Of a rank that never came, not even that it died can be known: the time limit holds."""
+    outcomes = pools(3).outcomes(die_in_creation, "all_gather", 1, 1.0, timeout_s=30)
+    for one in survivors(outcomes, 1, record_property):
+        assert one.error == "PeerTimeoutError", one
+        assert "rank 1" in one.message and "communicator" in one.message, one
+
+
+# Alive, but silent
+
+
+def stop_within(rank: int, form: str, engine: str, victim: int) -> tuple[Seen, float]:
+    comm = fc.Communicator.of(timeout_s=1.0)
+    pids: list[Any] = [None] * comm.world_size
+    dist.all_gather_object(pids, os.getpid())
+    call(form, comm, engine=engine)
+    start = time.monotonic()
+
+    def calls() -> None:
+        if engine == "plain":
+            if rank == victim:
+                for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+                    before(dist, name, stop)
+            call(form, comm, engine=engine)
+            return
+        with disturb(victim, "signal", stop, nth=0):
+            for _ in range(5):
+                call(form, comm)
+
+    seen = see(comm, calls)
+    took = time.monotonic() - start
+    os.kill(pids[victim], 18)  # SIGCONT
+    comm.close()
+    return seen, took
+
+
+@pytest.mark.parametrize("engine", ["host", "plain"])
+@pytest.mark.parametrize("form", ["all_gather_linear", "linear_all_reduce, two-shot"])
+def test_a_stopped_rank_is_a_timeout(pools: Pools, form: str, engine: str) -> None:
+    results = pools(3).run(stop_within, form, engine, 1, timeout_s=30)
+    for rank in (0, 2):
+        seen, took = results[rank]
+        assert seen.error == "PeerTimeoutError"
+        assert OPS[form] in seen.message and "of rank 1" in seen.message
+        assert "rank 0 waited 1 s" in seen.message or "rank 2 waited 1 s" in seen.message
+        assert "epoch" in seen.message or engine == "plain"
+        assert 1.0 <= took < 1.0 + LIMIT_S
+    assert results[1][0].error == "PeerTimeoutError"  # it went on, and was told
+
+
+# Leaving
+
+
+def leave(rank: int, how: str, form: str) -> Seen:
+    """Rank 1 does its part of a call and goes; the others come to it late, and go on."""
+    comm = fc.Communicator.of()
+    call(form, comm)
+    if rank == 1:
+        call(form, comm)
+        if how == "close":
+            comm.close()
+        elif how == "exit":
+            sys.exit(0)
+        elif how == "kill":
+            die()
+        return Seen("", "", 0, "")
+    # The signal is sent, the answer not yet looked at: rank 1 is gone by then.
+    before(waiting.Watch, "wait", partial(time.sleep, 0.5), 1 if "scatter" in form else 2)
+    y = call(form, comm)
+    assert right(form, comm, y)
+    return see(comm, lambda: [call(form, comm) for _ in range(3)])
+
+
+@pytest.mark.parametrize("how", ["close", "exit", "kill"])
+@pytest.mark.parametrize(
+    "form", ["all_gather_linear", "linear_reduce_scatter", "linear_all_reduce, one-shot"]
+)
+def test_who_did_its_part_and_left_is_no_fault_until_it_is_missed(
+    pools: Pools, form: str, how: str
+) -> None:
+    outcomes = pools(2).outcomes(leave, how, form, timeout_s=30)
+    assert outcomes[0].fate == "returned", outcomes[0].details
+    assert_lost([outcomes[0].value], 1, OPS[form])
+    words = "closed its communicator" if how == "close" else "died"
+    assert words in outcomes[0].value.message
+
+
+def leave_a_child(rank: int, victim: int) -> Seen:
+    """A forked child holds all its parent's descriptors, as a data loader's worker does."""
+    comm = fc.Communicator.of()
+    call("all_gather_linear", comm)
+    if rank == victim:
+        if os.fork() == 0:
+            time.sleep(6)
+            os._exit(0)
+        die()
+    grow = partial(call, "all_gather_linear", comm, scale=10000)  # waits at a socket
+    return see(comm, grow if rank == 0 else lambda: call("linear_reduce_scatter", comm))
+
+
+def test_death_is_noticed_though_a_child_lives_on(
+    pools: Pools, record_property: Callable[[str, object], None]
+) -> None:
+    outcomes = pools(2).outcomes(leave_a_child, 1, timeout_s=30)
+    assert_lost(survivors(outcomes, 1, record_property), 1, "all_gather_linear")
+    assert outcomes[0].value.at_ns - outcomes[1].at_ns < 5e9  # before the child ended
+
+
+def lose_two(rank: int) -> Seen:
+    """Two die, one after the other; whoever is waited for, all survivors hear of one of them."""
+    comm = fc.Communicator.of()
+    call("all_gather_linear", comm)
+    if rank in (1, 2):
+        threading.Timer(0.02 * rank, die).start()
+    return see(comm, lambda: [call("all_gather_linear", comm) for _ in range(1 << 30)])
+
+
+def test_two_deaths(pools: Pools) -> None:
+    outcomes = pools(4).outcomes(lose_two, timeout_s=30)
+    for rank in (0, 3):
+        seen = outcomes[rank].value
+        assert seen.error == "PeerLostError", seen
+        assert "rank 1 died" in seen.message or "rank 2 died" in seen.message
