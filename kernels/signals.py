@@ -79,11 +79,11 @@ def words(bases, rank):
 
 
 @triton.jit
-def memory(bases, rank, offset, like):
-    """A pointer of ``like``'s type, ``offset`` bytes into a rank's workspace."""
+def memory(bases, rank, offset, DTYPE: tl.constexpr):
+    """A pointer to ``DTYPE``, ``offset`` bytes (a multiple of 16) into a rank's workspace."""
     address = tl.load(bases + rank) + offset
     # Without the hint a pointer out of a table is taken to be unaligned: 2-byte stores.
-    return tl.multiple_of(address, 16).to(tl.pointer_type(like.dtype.element_ty))
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit

@@ -36,6 +36,7 @@ def first_tile(program, done, programs):
 
 @triton.jit
 def accumulate(
+    total_MN,
     a,
     w,
     row_block,
@@ -52,7 +53,9 @@ def accumulate(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of the product, float32 ``[BM, BN]``. Rows of A are contiguous.
+    """``total + A[rows, K] · W[columns, K]ᵀ`` for one tile, float32 ``[BM, BN]``.
+
+    ``rows`` and ``N`` must not be 0; rows of A are contiguous.
 
     Rows and columns past the edge are computed on wrapped-around data; the caller masks its store.
     """
@@ -61,7 +64,6 @@ def accumulate(
     k = tl.arange(0, BK)
     a_MK = a + m[:, None].to(tl.int64) * stride_am + k[None, :]
     w_KN = w + n[None, :].to(tl.int64) * stride_wn + k[:, None] * stride_wk
-    total_MN = tl.zeros((BM, BN), dtype=tl.float32)
     for start in range(0, K, BK):
         if EVEN_K:
             x = tl.load(a_MK + start)
@@ -71,6 +73,17 @@ def accumulate(
             y = tl.load(w_KN + start * stride_wk, mask=k[:, None] < K - start, other=0.0)
         total_MN = tl.dot(x, y, total_MN, input_precision=PRECISION)
     return total_MN
+
+
+@triton.jit
+def segment_rows(owner, piece, shard_rows, piece_rows, total_rows):
+    """The first row of a rank's piece in the whole tensor, and how many rows it has (maybe 0).
+
+    >>> # 7 rows on 3 ranks (3, 3, 1), pieces of 2 rows: rank 1's second piece is row 5, one row
+    """
+    first = owner * shard_rows + piece * piece_rows
+    stop = tl.minimum(tl.minimum(first + piece_rows, (owner + 1) * shard_rows), total_rows)
+    return first, tl.maximum(stop - first, 0)
 
 
 @triton.jit
@@ -101,12 +114,13 @@ def linear_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``y = x · weightᵀ + bias``, persistent, without signals: what the others are compared with."""
+    """``y = x · weightᵀ + bias``, persistent, no signals: what the others are compared with."""
     row_blocks, column_blocks = tl.cdiv(M, BM), tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0)):
         row_block, column_block = tile_position(tile, row_blocks, column_blocks, GROUP)
+        total_MN = tl.zeros((BM, BN), dtype=tl.float32)
         total_MN = accumulate(
-            x, weight, row_block, column_block, M, N, K,
+            total_MN, x, weight, row_block, column_block, M, N, K,
             stride_xm, stride_wn, stride_wk, BM, BN, BK, EVEN_K, PRECISION,
         )  # fmt: skip
         n, n_exists = block_of(column_block, N, BN)

@@ -35,8 +35,8 @@ class Case:
         bias: which weights have one.
         layout: "" contiguous; "steps": x, weight and incoming gradient are every second element of
             something larger; "transposed": their strides are reversed.
-        values: "positive": entries from 0.5 to 1.5, whose sums lose nothing by cancellation, so that
-            the bounds are certain; "signed": normally distributed; "ones": 0 and 1, few enough that
+        values: "positive": entries from 0.5 to 1.5, whose sums do not cancel, so that the bounds
+            are certain; "signed": normally distributed; "ones": 0 and 1, few enough that
             all sums are exact.
         needs: whose gradients are asked for, of "x", "w", "b".
         used: which results are differentiated; all by default.

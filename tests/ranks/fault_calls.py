@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -93,12 +94,25 @@ def stop() -> None:
 
 def before(owner: Any, name: str, action: Callable[[], object], nth: int = 0) -> None:
     """From now on in this process, ``action()`` runs before the nth call of ``owner.name``."""
+    _wrap(owner, name, action, nth, first=True)
+
+
+def after(owner: Any, name: str, action: Callable[[], object], nth: int = 0) -> None:
+    """From now on in this process, ``action()`` runs after the nth call of ``owner.name``."""
+    _wrap(owner, name, action, nth, first=False)
+
+
+def _wrap(owner: Any, name: str, action: Callable[[], object], nth: int, first: bool) -> None:
     original = getattr(owner, name)
-    calls = iter(range(1 << 30))
+    numbers = count()
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == nth:
+        hit = next(numbers) == nth
+        if hit and first:
             action()
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if hit and not first:
+            action()
+        return result
 
     setattr(owner, name, wrapper)

@@ -108,7 +108,7 @@ def arguments() -> Iterator[Case]:
 
 
 def large(world_size: int) -> Iterator[Case]:
-    """Enough rows for the planner's own choices: chunked, and two-shot; and just too few."""
+    """Enough rows for the planner to cut by chunks, or to use two shots; and just too few."""
     rows = planning.MIN_CHUNK_ROWS * world_size
     for op in OPS:
         yield Case(op, (rows,), k=16, n=24, values="signed")
@@ -126,11 +126,13 @@ def matrix(engine: str) -> list[Case]:
     return [replace(case, engine=engine) for group in groups for case in group()]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "plan"),
-    # A single rank has nothing to exchange: its plan changes nothing.
-    [(1, "as planned"), *product(WORLD_SIZES[1:], PLANS)],
-)
+#: A single rank exchanges nothing, whatever its plan.
+HOST = [(1, "as planned"), *((2, plan) for plan in PLANS)]
+HOST += [(3, "as planned"), (3, "chunked"), (3, "whole, in pieces")]
+HOST += [(4, "as planned"), (4, "chunked, in pieces")]
+
+
+@pytest.mark.parametrize(("world_size", "plan"), HOST)
 def test_host_engine(pools: Pools, world_size: int, plan: str) -> None:
     pools(world_size).run(check_planned, matrix("host"), PLANS[plan])
 
