@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -210,7 +210,20 @@ class Communicator:
             op: the operation's public name, for messages.
             space: what the call needs; the same on every rank.
         """
-        return Call(self._watch, self._workspace(space), op)
+        return Call(self._watch, self.workspace(space), op)
+
+    def workspace(self, space: Space) -> Workspace:
+        """Within ``collective``: the workspace of a kind, grown if ``space`` does not fit."""
+        old = self._workspaces.get(space.kind)
+        if old is not None and old.fits(space):
+            return old
+        if old is not None:
+            space = old.joined(space)
+            # Readers keep their own mappings of the old memory; it goes when the last is done.
+            del self._workspaces[space.kind]
+        workspace = Workspace(self._watch, space, self.world_size, self.first_epoch)
+        self._workspaces[space.kind] = workspace
+        return workspace
 
     def reserve(
         self,
@@ -242,12 +255,25 @@ class Communicator:
         self._require_shared_memory("reserve")
         with self.collective(f"reserve {op} {global_shapes} {dtype} backward={backward}"):
             for space in wanted:
-                self._workspace(space)
+                self.workspace(space)
 
     def await_peers(self, op: str) -> None:
         """Within ``collective``: wait until every peer has begun the same call."""
         for peer in self._links.peers:
             self._watch.await_call(peer, Awaited(op, self._watch.number, -1, "the call"))
+
+    def await_any(self, op: str) -> Callable[[], None]:
+        """Within ``collective``: what a wait elsewhere (in a kernel) calls now and then.
+
+        The function returned gives up the core, and raises when a peer is gone, has failed, or is
+        in another call; see ``Watch``.
+        """
+        return self._watch.relaxer(Awaited(op, self._watch.number, -1, "a flag"))
+
+    def compare_peers(self) -> None:
+        """Within ``collective``, when all peers' flags were seen: compare their calls with ours."""
+        for peer in self._links.peers:
+            self._watch.compare(peer)
 
     def finish(self, op: str, work: Work | None) -> None:
         """Within ``collective``: wait for one of torch.distributed, with our own errors."""
@@ -307,18 +333,6 @@ class Communicator:
                 "this communicator is unusable after an error; close() it on every rank and make "
                 f"a new one with Communicator.of(group). The error was: {self._watch.reason}"
             )
-
-    def _workspace(self, space: Space) -> Workspace:
-        old = self._workspaces.get(space.kind)
-        if old is not None and old.fits(space):
-            return old
-        if old is not None:
-            space = old.joined(space)
-            # Readers keep their own mappings of the old memory; it goes when the last is done.
-            del self._workspaces[space.kind]
-        workspace = Workspace(self._watch, space, self.world_size, self.first_epoch)
-        self._workspaces[space.kind] = workspace
-        return workspace
 
     def _require_shared_memory(self, what: str) -> None:
         if not self.shares_memory:

@@ -7,6 +7,7 @@ whether the group shares memory. So every rank comes to the same answer without 
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 Bounds = list[tuple[int, int]]
 
-ENGINES = ("auto", "host", "plain")
+ENGINES = ("auto", "triton", "host", "plain")
 
 #: Rows of a rank's chunk from which the GEMM is cut by chunks. Below, the weight's traffic, paid
 #: once per chunk, costs more than waiting for all the chunks.
@@ -39,7 +40,7 @@ class Plan:
 
     Attributes:
         text: what must be equal on every rank, for the board.
-        engine: "host" or "plain".
+        engine: "triton", "host" or "plain".
         chunked: whether the GEMM is cut at the ranks' chunks, and overlaps with them.
         pieces: into how many signalled pieces a rank's chunk is cut.
         one_shot: for an all-reduce, whether every rank sums everything itself.
@@ -76,11 +77,11 @@ def plan(
     Raises:
         ValueError: the engine that was asked for cannot serve this group or device.
     """
-    chosen, reason = _choose_engine(comm, device, engine)
+    chosen, reason = _choose_engine(comm, device, dtype, engine)
     bounds = scaled_bounds(size, comm.world_size, inner)
     rows = bounds[0][1]
-    chunked = chosen == "host" and is_chunked(bounds)
-    one_shot = chosen == "host" and is_one_shot(bounds, features * wire.itemsize)
+    chunked = chosen == "triton" or (chosen == "host" and is_chunked(bounds))
+    one_shot = chosen != "plain" and is_one_shot(bounds, features * wire.itemsize)
     if chosen == "host":
         reason += (
             f"; {rows} rows a rank are enough to cut the GEMM at the ranks' chunks"
@@ -105,21 +106,39 @@ def is_one_shot(bounds: Bounds, row_bytes: int) -> bool:
     return not is_chunked(bounds) and bounds[-1][1] * row_bytes <= ONE_SHOT_BYTES
 
 
-def _choose_engine(comm: Communicator, device: torch.device, engine: str) -> tuple[str, str]:
+def _choose_engine(
+    comm: Communicator, device: torch.device, dtype: torch.dtype, engine: str
+) -> tuple[str, str]:
     if engine == "plain":
         return "plain", "the plain engine was asked for"
-    if not comm.shares_memory:
-        obstacle = "the group's ranks do not share memory (several machines)"
-    elif device.type != "cpu":
-        obstacle = f"the host engine serves CPU tensors, not {device.type}"
-    elif engine == "host":
-        return "host", "the host engine was asked for"
-    else:
+    obstacle = _obstacle(comm, device, dtype, engine)
+    if obstacle is None and engine != "auto":
+        return engine, f"the {engine} engine was asked for"
+    if obstacle is None:
         return "host", "CPU tensors of ranks that share memory"
-    if engine == "host":
-        raise ValueError(f'engine="host" cannot serve this call: {obstacle}')
+    if engine != "auto":
+        raise ValueError(f'engine="{engine}" cannot serve this call: {obstacle}')
     warnings.warn(f"fusedcomm runs without overlap: {obstacle}", stacklevel=2)
     return "plain", obstacle
+
+
+def _obstacle(
+    comm: Communicator, device: torch.device, dtype: torch.dtype, engine: str
+) -> str | None:
+    """Why an overlapped engine cannot serve; ``auto`` means the host engine."""
+    if not comm.shares_memory:
+        return "the group's ranks do not share memory (several machines)"
+    if device.type != "cpu":
+        return f"the overlapped engines serve CPU tensors so far, not {device.type}"
+    if engine == "triton":
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            return (
+                "CPU tensors run its kernels in Triton's interpreter: set TRITON_INTERPRET=1 "
+                "before Python starts"
+            )
+        if dtype == torch.float64:
+            return "its kernels take float32, float16 and bfloat16"
+    return None
 
 
 def gather_space(bounds: Bounds, row_bytes: int, pieces: int = 1) -> Space:

@@ -26,6 +26,7 @@ explains why this is safe; ``fusedcomm.testing.protocol_model`` checks it over a
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -152,14 +153,25 @@ class Workspace:
             chunks=max(space.chunks, self.chunks),
         )
 
-    def take_slot(self) -> tuple[int, int]:
-        """The next slot, round-robin, and its epoch, advanced."""
+    @functools.cached_property
+    def pointers(self) -> torch.Tensor:
+        """int64 ``[world_size]``: where each rank's memory lies in this process, for kernels."""
+        return torch.tensor([segment.address for segment in self.segments], dtype=torch.int64)
+
+    def take_slot(self) -> int:
+        """The next slot, round-robin."""
         slot = self._next_slot
         self._next_slot = (slot + 1) % SLOTS
-        words = self.segments[self._rank].words
-        epoch = following(words[slot * _FLAG_WORDS])
-        words[slot * _FLAG_WORDS] = epoch
-        return slot, epoch
+        return slot
+
+    def advance(self, slot: int) -> int:
+        """The slot's epoch, advanced for the call that begins. (Kernels do it themselves.)"""
+        words, index = self.segments[self._rank].words, self.epoch_index(slot)
+        words[index] = following(words[index])
+        return words[index]
+
+    def epoch_index(self, slot: int) -> int:
+        return slot * _FLAG_WORDS
 
     def ready_index(self, slot: int, source: int, chunk: int) -> int:
         flag = (slot * self._world_size + source) * self.chunks + chunk
@@ -173,6 +185,12 @@ class Workspace:
         region = writer if self.regions > 1 else 0
         return self._data + (slot * self.regions + region) * self.region_bytes
 
+    def part(
+        self, owner: int, slot: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The beginning of what ``writer`` wrote into the slot of ``owner``'s memory."""
+        return self.segments[owner].tensor(self.data_offset(slot, writer), shape, dtype)
+
 
 class Call:
     """One call of an operation on one slot of its workspace: the host's waits and signals."""
@@ -182,7 +200,8 @@ class Call:
         self._watch = watch
         self._workspace = workspace
         self._op = op
-        self._slot, self._epoch = workspace.take_slot()
+        self._slot = workspace.take_slot()
+        self._epoch = workspace.advance(self._slot)
         self._compared: set[int] = set()
         self._record("begin", self.rank, -1)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch.distributed import Work
@@ -155,33 +156,46 @@ class Watch:
 
     def await_work(self, work: Work, awaited: Awaited) -> None:
         """Wait for torch.distributed's collective of CPU ranks, with the errors of ``wait``."""
+        relax = self.relaxer(awaited)
+        while not work.is_completed():
+            relax()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            start = time.monotonic()
+            for peer in self.links.peers:
+                if gone := self._gone(peer):
+                    self._check(peer, awaited, start, gone)
+            raise PeerLostError(
+                f"torch.distributed failed for rank {self.rank} in {awaited.op}: {error}"
+            ) from error
+
+    def relaxer(self, awaited: Awaited) -> Callable[[], None]:
+        """What a wait for something that any peer may owe calls between two looks.
+
+        A peer may have done its part and left while the last of it is under way here: only one
+        that was gone at the look before is missed.
+        """
         start = time.monotonic()
         look = start + POLL_S
-        missing: dict[int, str] = {}
-        while not work.is_completed():
+        missing: set[int] = set()
+
+        def relax() -> None:
+            nonlocal look, missing
             now = time.monotonic()
             if now < start + _YIELD_S:
                 os.sched_yield()
             else:
                 time.sleep(_NAP_S)
             if now < look:
-                continue
-            # A peer may have done its part and left while the last bytes are under way here: only
-            # one that was gone at the look before is missed.
+                return
             gone = {peer: why for peer in self.links.peers if (why := self._gone(peer))}
             lost = next((peer for peer in gone if peer in missing), None)
             peer = self.links.peers[0] if lost is None else lost
             self._check(peer, awaited, start, None if lost is None else gone[lost])
-            missing, look = gone, now + POLL_S
-        try:
-            work.wait()
-        except RuntimeError as error:
-            for peer in self.links.peers:
-                if gone_now := self._gone(peer):
-                    self._check(peer, awaited, start, gone_now)
-            raise PeerLostError(
-                f"torch.distributed failed for rank {self.rank} in {awaited.op}: {error}"
-            ) from error
+            missing, look = set(gone), now + POLL_S
+
+        return relax
 
     def _check(self, peer: int, awaited: Awaited, start: float, gone: str | None) -> None:
         """Raise if the wait for ``peer``, begun at ``start``, cannot succeed."""

@@ -30,12 +30,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.host import tensor_parallel as host
-from fusedcomm.engines.plain import tensor_parallel as plain
+from fusedcomm.engines import tensor_parallel_of
 from fusedcomm.planning import Plan, plan
 from fusedcomm.schedule import scaled_bounds
-
-_ENGINES: dict[str, ModuleType] = {"host": host, "plain": plain}
 
 
 class _Run(NamedTuple):
@@ -70,7 +67,7 @@ def _decide(
         engine=engine,
     )
     bounds = scaled_bounds(size, comm.world_size, inner)
-    return _Run(comm, chosen, bounds, _ENGINES[chosen.engine])
+    return _Run(comm, chosen, bounds, tensor_parallel_of(chosen.engine))
 
 
 def _own_rows(group: str, channel: str, size: int, inner: int) -> int:

@@ -6,8 +6,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,6 +84,21 @@ def refusal(comm: fc.Communicator) -> str:
     except fc.FusedcommError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def open_files() -> list[str]:
+    """What this process's file descriptors stand for; gloo's TCP sockets are left out.
+
+    Their numbers are not told: a list before and a list after are equal if nothing was left open.
+    """
+    unix = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
+    names = []
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
+            kind, _, inode = os.readlink(f"/proc/self/fd/{entry}").partition(":[")
+            if kind != "socket" or inode.rstrip("]") in unix:
+                names.append(kind)
+    return sorted(names)
 
 
 def die() -> None:

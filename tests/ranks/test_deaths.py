@@ -26,7 +26,18 @@ from fusedcomm.symmetric.links import Links
 from fusedcomm.symmetric.shm import Segment
 from fusedcomm.testing import Outcome, RankPool, disturb
 from fusedcomm.testing.disturb import EVENTS
-from tests.ranks.fault_calls import OPS, Seen, before, call, die, right, see, stop
+from tests.ranks.fault_calls import (
+    OPS,
+    Seen,
+    after,
+    before,
+    call,
+    die,
+    open_files,
+    right,
+    see,
+    stop,
+)
 
 Pools = Callable[..., RankPool]
 
@@ -252,7 +263,7 @@ CREATION = {
 
 
 def die_in_creation(rank: int, point: str, victim: int, timeout_s: float) -> Seen:
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = open_files()
     if rank == victim:
         owner, name, nth = CREATION[point] if point in CREATION else (Meeting, point, 0)
         before(owner, name, die, nth)
@@ -263,7 +274,7 @@ def die_in_creation(rank: int, point: str, victim: int, timeout_s: float) -> See
         seen = Seen(type(error).__name__, str(error), time.monotonic_ns(), "")
     for open_one in fc.Communicator.live():
         open_one.close()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert open_files() == descriptors, (descriptors, open_files())
     return seen
 
 
@@ -355,7 +366,9 @@ def leave(rank: int, how: str, form: str) -> Seen:
     before(waiting.Watch, "wait", partial(time.sleep, 0.5), 1 if "scatter" in form else 2)
     y = call(form, comm)
     assert right(form, comm, y)
-    return see(comm, lambda: [call(form, comm) for _ in range(3)])
+    seen = see(comm, lambda: [call(form, comm) for _ in range(3)])
+    comm.close()
+    return seen
 
 
 @pytest.mark.parametrize("how", ["close", "exit", "kill"])

@@ -119,7 +119,9 @@ def conclude(report: Report, job: Job, outcomes: list[Outcome], expected: list[i
             f"{ranks} ranks share {cores} core{'s' * (cores > 1)} here: while one waits, another "
             "computes. With a core for each, the ratios say more of the overlap."
         )
-    report.line("Decoding, q, k, v and gate, up send nothing: every rank has the whole token.")
+    report.line(
+        "In decoding q, k, v and gate, up need no communication: every rank has the whole token."
+    )
     report.line()
     if job.picture is None:
         report.line("timeline: no picture, for lack of matplotlib (pip install matplotlib)")
