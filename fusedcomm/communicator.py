@@ -5,6 +5,7 @@ Making one finds the peers and maps their memory; after that the ranks are all a
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import defaultdict
@@ -73,6 +74,7 @@ class Communicator:
         self._blocks = blocks
         self._watch = Watch(self.rank, blocks, links, timeout_s)
         self._closed = False
+        self._pid = os.getpid()
 
     @classmethod
     def of(
@@ -154,7 +156,8 @@ class Communicator:
             segments = exchange(self._watch, own, label, self.world_size)
         number = self._watch.number
         tensor = SymmetricTensor(segments, self.rank, tuple(shape), dtype, number)
-        self._symmetric[number] = weakref.ref(tensor, lambda _: self._symmetric.pop(number, None))
+        registry = self._symmetric
+        registry[number] = weakref.ref(tensor, lambda _: registry.pop(number, None))
         return tensor
 
     def find_symmetric(self, x: torch.Tensor) -> tuple[SymmetricTensor, int] | None:
@@ -300,7 +303,10 @@ class Communicator:
         if self._closed:
             return
         self._closed = True
-        self._watch.close()
+        if self._pid == os.getpid():
+            self._watch.close()
+        self._watch.forget()
+        self._blocks = {}
         self._workspaces.clear()
         self._links.close()
         key = (self.group.group_name, self.channel)
@@ -328,6 +334,11 @@ class Communicator:
         """Raise ``ClosedError`` if the communicator was closed or has failed."""
         if self._closed:
             raise ClosedError(_CLOSED_TEXT)
+        if self._pid != os.getpid():
+            raise ClosedError(
+                "this communicator belongs to the process that this one was forked from; a forked "
+                "process is no rank"
+            )
         if self._watch.state != board.RUNNING:
             raise ClosedError(
                 "this communicator is unusable after an error; close() it on every rank and make "

@@ -166,12 +166,17 @@ def spaces(
     bounds = scaled_bounds(tokens[0], world_size, math.prod(tokens[1:]))
     row_bytes = features * dtype.itemsize
     gather, scatter = gather_space(bounds, row_bytes), scatter_space(bounds, row_bytes)
-    total = bounds[-1][1]
     if op == "all_gather_linear":
         return [gather, scatter] if backward else [gather]
     if op == "linear_reduce_scatter":
         return [scatter, gather] if backward else [scatter]
     if op == "linear_all_reduce":
-        one_shot = is_one_shot(bounds, row_bytes)
-        return [one_shot_space(total, row_bytes)] if one_shot else [scatter, gather]
+        # It cuts the flattened rows. Fewer rows may go in one shot, which offers all of them.
+        total = math.prod(tokens)
+        bounds = scaled_bounds(total, world_size, 1)
+        most = min(total, ONE_SHOT_BYTES // row_bytes if row_bytes else 0)
+        one_shot = one_shot_space(most, row_bytes)
+        if is_one_shot(bounds, row_bytes):
+            return [one_shot]
+        return [scatter_space(bounds, row_bytes), gather_space(bounds, row_bytes), one_shot]
     raise ValueError(f"reserve knows no operation {op!r}")

@@ -71,7 +71,7 @@ def exchange(watch: Watch, own: Segment, label: str, world_size: int) -> list[Se
         MismatchError: a peer is allocating something else.
     """
     payload = f"{label} {own.size}".encode()
-    awaited = Awaited(label, 0, -1, "shared memory")
+    awaited = Awaited(watch.text, watch.number, -1, f"shared memory ({label})")
     segments = [own] * world_size
     try:
         # In step, so that few descriptors are under way at a time: their number is limited.
@@ -81,6 +81,7 @@ def exchange(watch: Watch, own: Segment, label: str, world_size: int) -> list[Se
             theirs, descriptor = watch.receive(source, awaited)
             if theirs != payload:
                 os.close(descriptor)
+                watch.compare(source)  # Mostly the calls differ, which says more.
                 raise MismatchError(
                     f"ranks disagree on an allocation: rank {watch.rank} has "
                     f"[{payload.decode()}], rank {source} has [{theirs.decode()}]"

@@ -1,21 +1,40 @@
-"""How the ranks of a group find each other: the group's store, then sockets, then shared memory."""
+"""How the ranks of a group find each other: the group's store, then sockets, then shared memory.
+
+Every rank posts a card in the group's store, with the name of its listener and its process. For
+each pair the higher rank connects to the lower one, both send their control block, and are done
+with each other when they have the other's. A connection that breaks before that is made anew, from
+the peer's latest card: so ranks may fail here and try again, in any order, and still meet. A rank
+takes its card back when it is done with all others (who then have read it), or fails.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fusedcomm import board
 from fusedcomm.board import ControlBlock
 from fusedcomm.errors import PeerLostError, PeerTimeoutError
-from fusedcomm.symmetric.links import POLL_S, Links, Listener
+from fusedcomm.symmetric.links import POLL_S, Links, Listener, open_connection
 from fusedcomm.symmetric.shm import Segment
 
+#: Seconds between two looks at the store for a card that is not there yet.
 _STORE_POLL_S = 2e-3
+
+
+class Card(NamedTuple):
+    """What a rank tells the others of itself: its listener and its process."""
+
+    listener: str
+    pid: int
 
 
 def machine_identity() -> str:
@@ -27,53 +46,6 @@ def machine_identity() -> str:
     return " ".join([boot, os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid")])
 
 
-class Meeting:
-    """One gathering of a group's ranks, on the group's store.
-
-    The store counts each rank's gatherings under ``key``: all must come to their n-th. One that
-    failed is taken back, so that the next try meets again.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, key: str, timeout_s: float) -> None:
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        self._store = distributed_c10d._get_process_group_store(group)
-        self._start = time.monotonic()
-        self._timeout_s = timeout_s
-        self._counter = f"{key}/count/{self.rank}"
-        number = self._store.add(self._counter, 1)
-        self._cards = f"{key}/{number}"
-
-    def all_gather(self, card: dict[str, str | int]) -> list[dict[str, str | int]]:
-        """Every rank's card, by rank.
-
-        Raises:
-            PeerTimeoutError: some ranks never came.
-        """
-        self._store.set(f"{self._cards}/{self.rank}", json.dumps(card))
-        cards = []
-        for rank in range(self.world_size):
-            key = f"{self._cards}/{rank}"
-            while not self._store.check([key]):
-                self.check(rank)
-                time.sleep(_STORE_POLL_S)
-            cards.append(json.loads(self._store.get(key)))
-        return cards
-
-    def check(self, missing: int) -> None:
-        """Raise when the time is over."""
-        if time.monotonic() - self._start > self._timeout_s:
-            raise PeerTimeoutError(
-                f"rank {self.rank} waited {self._timeout_s:g} s for rank {missing} while making a "
-                "communicator; every rank of the group must make it"
-            )
-
-    def take_back(self) -> None:
-        """Undo this rank's coming, after a failure."""
-        self._store.delete_key(f"{self._cards}/{self.rank}")
-        self._store.add(self._counter, -1)
-
-
 def meet(
     group: dist.ProcessGroup, key: str, timeout_s: float
 ) -> tuple[Links, dict[int, ControlBlock]] | None:
@@ -82,49 +54,162 @@ def meet(
     Returns:
         None if the ranks lie on several machines (or in several namespaces) and so cannot share
         memory.
+
+    Raises:
+        PeerTimeoutError, PeerLostError: a rank did not come, or died.
+        SharedMemoryError: there is no memory for the control block.
     """
-    meeting = Meeting(group, key, timeout_s)
-    listener = Listener()
-    links = None
+    meeting = _Meeting(group, key, timeout_s)
     try:
-        identity = machine_identity()
-        cards = meeting.all_gather(
-            {"machine": identity, "socket": listener.name, "pid": os.getpid()}
-        )
-        if any(card["machine"] != identity for card in cards):
-            return None
-        names = {rank: str(card["socket"]) for rank, card in enumerate(cards)}
-        pids = {rank: int(card["pid"]) for rank, card in enumerate(cards)}
-        links = Links.connect(meeting.rank, listener, names, pids, meeting.check)
-        return links, _map_blocks(meeting, links)
+        return meeting.run() if meeting.on_one_machine() else None
+    except dist.DistError as error:
+        meeting.fail(error)
+        raise PeerLostError(f"the group's store, which a rank holds, is gone: {error}") from error
     except BaseException as error:
-        if links is not None:
-            links.close()
-        meeting.take_back()
-        if isinstance(error, ConnectionError):
-            raise PeerLostError(
-                f"rank {meeting.rank} lost a peer while making a communicator: {error}"
-            ) from error
+        meeting.fail(error)
         raise
     finally:
-        listener.close()
+        meeting.end()
 
 
-def _map_blocks(meeting: Meeting, links: Links) -> dict[int, ControlBlock]:
-    """Every rank's control block. There is no board yet to say why a peer does not come."""
-    rank, world_size = meeting.rank, meeting.world_size
-    own = Segment.create("control", ControlBlock.size(world_size))
-    blocks = {rank: ControlBlock(own, world_size)}
-    try:
-        for step in range(1, world_size):
-            links.send((rank + step) % world_size, b"control", own.descriptor)
-            source = (rank - step) % world_size
-            while not links.pending(source, POLL_S):
-                if not links.alive(source) and not links.pending(source, 0.0):
-                    raise ConnectionResetError(f"rank {source} died")
-                meeting.check(source)
-            _, descriptor = links.receive(source)
-            blocks[source] = ControlBlock(Segment.attach(descriptor, own.size), world_size)
-    finally:
-        own.release_descriptor()
-    return blocks
+class _Meeting:
+    def __init__(self, group: dist.ProcessGroup, key: str, timeout_s: float) -> None:
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._store = distributed_c10d._get_process_group_store(group)
+        self._key = key
+        self._start = time.monotonic()
+        self._timeout_s = timeout_s
+        self._links = Links(self.rank)
+        self._listener = Listener()
+        self._own: Segment | None = None
+        self._cards: dict[int, Card] = {}
+
+    def on_one_machine(self) -> bool:
+        """Whether all ranks can share memory. This part of the store's entries is never deleted."""
+        mine = machine_identity()
+        self._store.set(f"{self._key}/machine/{self.rank}", mine)
+        for rank in range(self.world_size):
+            key = f"{self._key}/machine/{rank}"
+            while not self._store.check([key]):
+                self._check_time(rank)
+                time.sleep(_STORE_POLL_S)
+            if self._store.get(key).decode() != mine:
+                return False
+        return True
+
+    def run(self) -> tuple[Links, dict[int, ControlBlock]]:
+        """Meet all ranks."""
+        own = self._own = Segment.create("control", ControlBlock.size(self.world_size))
+        blocks = {self.rank: ControlBlock(own, self.world_size)}
+        card = {"listener": self._listener.name, "pid": os.getpid()}
+        self._store.set(self._card_key(self.rank), json.dumps(card))
+        pause = _STORE_POLL_S
+        while missing := [rank for rank in range(self.world_size) if rank not in blocks]:
+            for peer in missing:
+                self._read_card(peer)
+                if peer < self.rank and not self._links.connected(peer):
+                    self._connect(peer)
+            if self._await_news(missing, pause):
+                pause = _STORE_POLL_S
+            else:
+                pause = min(2 * pause, POLL_S)
+            self._accept(missing)
+            for peer in missing:
+                if self._links.connected(peer) and self._links.pending(peer, 0.0):
+                    block = self._receive(peer)
+                    if block is not None:
+                        blocks[peer] = block
+                elif not self._links.alive(peer):
+                    raise PeerLostError(
+                        f"rank {self.rank} was making a communicator, but rank {peer} died"
+                    )
+            self._check_time(missing[0])
+        return self._links, blocks
+
+    def _await_news(self, missing: list[int], timeout_s: float) -> bool:
+        """Wait a while for a connection or a message."""
+        poll = select.poll()
+        poll.register(self._listener.socket, select.POLLIN)
+        for peer in missing:
+            if self._links.connected(peer):
+                poll.register(self._links.fileno(peer), select.POLLIN)
+        return bool(poll.poll(timeout_s * 1e3))
+
+    def _read_card(self, peer: int) -> None:
+        """Learn the peer's latest card, unless its present one still serves."""
+        if self._links.connected(peer) or not self._store.check([self._card_key(peer)]):
+            return
+        card = Card(**json.loads(self._store.get(self._card_key(peer))))
+        if self._cards.get(peer) != card:
+            self._cards[peer] = card
+            self._links.watch(peer, card.pid)
+
+    def _connect(self, peer: int) -> None:
+        card = self._cards.get(peer)
+        if card is None:
+            return
+        try:
+            self._links.add(peer, open_connection(card.listener))
+        except ConnectionError:
+            return  # An old card: its listener is closed, a new card will come.
+        self._send(peer)
+
+    def _accept(self, missing: list[int]) -> None:
+        """Accept what has come from the ranks above; one that we are done with has come too early,
+        for the next meeting, and must try again."""
+        while True:
+            try:
+                connection, pid = self._listener.accept()
+            except BlockingIOError:
+                return
+            for peer in missing:
+                self._read_card(peer)
+            named = [peer for peer in missing if self._cards.get(peer, Card("", -1)).pid == pid]
+            if len(named) == 1 and named[0] > self.rank:
+                self._links.add(named[0], connection)
+                self._send(named[0])
+            else:
+                connection.close()
+
+    def _send(self, peer: int) -> None:
+        assert self._own is not None
+        try:
+            self._links.send(peer, b"control", self._own.descriptor)
+        except ConnectionError:
+            self._links.drop(peer)
+
+    def _receive(self, peer: int) -> ControlBlock | None:
+        """The peer's control block; None if the connection broke."""
+        try:
+            _, descriptor = self._links.receive(peer)
+        except ConnectionError:
+            self._links.drop(peer)
+            return None
+        size = ControlBlock.size(self.world_size)
+        return ControlBlock(Segment.attach(descriptor, size), self.world_size)
+
+    def _check_time(self, missing: int) -> None:
+        if time.monotonic() - self._start > self._timeout_s:
+            raise PeerTimeoutError(
+                f"rank {self.rank} waited {self._timeout_s:g} s for rank {missing} while making a "
+                "communicator; every rank of the group must make it"
+            )
+
+    def _card_key(self, rank: int) -> str:
+        return f"{self._key}/card/{rank}"
+
+    def fail(self, error: BaseException) -> None:
+        """Tell those who have this rank's block already that nothing will come of it."""
+        if self._own is not None:
+            reason = f"rank {self.rank} failed while making a communicator: {error!r}"
+            ControlBlock(self._own, self.world_size).set_state(board.ABORTED, reason)
+        self._links.close()
+
+    def end(self) -> None:
+        """Take back what was only for meeting."""
+        self._listener.close()
+        if self._own is not None:
+            self._own.release_descriptor()
+            with suppress(dist.DistError):  # of a store that is gone
+                self._store.delete_key(self._card_key(self.rank))

@@ -39,6 +39,8 @@ _SPINS = 64
 #: Seconds of yielding, for a short wait; after that the rank sleeps between looks.
 _YIELD_S = 2e-3
 _NAP_S = 50e-6
+#: How long after torch.distributed's error a death is looked for.
+_DEATH_S = 2.0
 
 
 def reached(flag: int, wanted: int) -> bool:
@@ -162,13 +164,7 @@ class Watch:
         try:
             work.wait()
         except RuntimeError as error:
-            start = time.monotonic()
-            for peer in self.links.peers:
-                if gone := self._gone(peer):
-                    self._check(peer, awaited, start, gone)
-            raise PeerLostError(
-                f"torch.distributed failed for rank {self.rank} in {awaited.op}: {error}"
-            ) from error
+            raise self._explained(error, awaited) from error
 
     def relaxer(self, awaited: Awaited) -> Callable[[], None]:
         """What a wait for something that any peer may owe calls between two looks.
@@ -191,38 +187,56 @@ class Watch:
                 return
             gone = {peer: why for peer in self.links.peers if (why := self._gone(peer))}
             lost = next((peer for peer in gone if peer in missing), None)
-            peer = self.links.peers[0] if lost is None else lost
-            self._check(peer, awaited, start, None if lost is None else gone[lost])
+            self._check(lost, awaited, start, None if lost is None else gone[lost])
             missing, look = set(gone), now + POLL_S
 
         return relax
 
-    def _check(self, peer: int, awaited: Awaited, start: float, gone: str | None) -> None:
-        """Raise if the wait for ``peer``, begun at ``start``, cannot succeed."""
+    def _check(self, peer: int | None, awaited: Awaited, start: float, gone: str | None) -> None:
+        """Raise if the wait for ``peer``, begun at ``start``, cannot succeed.
+
+        Args:
+            peer: None where nobody knows which of the others is missing.
+            gone: why nothing more will come from it, if so.
+        """
+        whom = "the other ranks" if peer is None else f"rank {peer}"
         if self._own.state == board.CLOSED:
-            raise ClosedError(f"{self._own.reason} while it waited for {awaited} of rank {peer}")
-        for other in self._blocks:
+            raise ClosedError(f"{self._own.reason} while it waited for {awaited} of {whom}")
+        blocks = self._blocks
+        for other in blocks:
             if other != self.rank:
                 self.compare(other)
-        for block in self._blocks.values():
+        for block in blocks.values():
             state = block.state
             if state > board.CLOSED:
                 raise _ERROR_OF.get(state, AbortedError)(block.reason)
         if gone is not None:
-            raise PeerLostError(f"rank {self.rank} waits for {awaited} of rank {peer}, but {gone}")
+            raise PeerLostError(f"rank {self.rank} waits for {awaited} of {whom}, but {gone}")
         if time.monotonic() - start > self.timeout_s:
             raise PeerTimeoutError(
-                f"rank {self.rank} waited {self.timeout_s:g} s for {awaited} of rank {peer}"
+                f"rank {self.rank} waited {self.timeout_s:g} s for {awaited} of {whom}"
             )
+
+    def _explained(self, error: RuntimeError, awaited: Awaited) -> FusedcommError:
+        """Why torch.distributed failed. A dying peer's sockets close before its death shows."""
+        start = time.monotonic()
+        try:
+            while time.monotonic() < start + _DEATH_S:
+                for peer in self.links.peers:
+                    self._check(peer, awaited, start, self._gone(peer))
+                time.sleep(POLL_S / 5)
+        except FusedcommError as found:
+            return found
+        return PeerLostError(f"torch.distributed failed for rank {self.rank} in {awaited}: {error}")
 
     def receive(self, peer: int, awaited: Awaited) -> tuple[bytes, int]:
         """The next message and descriptor of ``peer``, with the errors of ``wait``."""
         start = time.monotonic()
-        while not self.links.pending(peer, POLL_S):
-            gone = self._gone(peer)
-            if not self.links.pending(peer, 0.0):
-                self._check(peer, awaited, start, gone)
         try:
+            while not self.links.pending(peer, POLL_S):
+                gone = self._gone(peer)
+                if not self.links.pending(peer, 0.0):
+                    self._check(peer, awaited, start, gone)
             return self.links.receive(peer)
         except ConnectionError as error:
             self._check(peer, awaited, start, str(error))
@@ -233,12 +247,22 @@ class Watch:
         try:
             self.links.send(peer, payload, descriptor)
         except ConnectionError as error:
-            self._check(peer, awaited, time.monotonic(), str(error))
+            self._check(peer, awaited, time.monotonic(), f"rank {peer} is gone ({error})")
             raise
+
+    def forget(self) -> None:
+        """Let go of the peers' control blocks."""
+        self._blocks = {self.rank: self._own}
+
+    @property
+    def text(self) -> str:
+        """This rank's current call, as on its board."""
+        return self._text
 
     def _gone(self, peer: int) -> str | None:
         """Why nothing more will come from ``peer``, if so."""
-        if self._blocks[peer].state == board.CLOSED:
+        block = self._blocks.get(peer)
+        if block is None or block.state == board.CLOSED:
             return f"rank {peer} closed its communicator"
         if not self.links.alive(peer):
             return f"rank {peer} died"

@@ -83,18 +83,16 @@ class _ParallelLinear(nn.Module):
         Every rank draws the full tensors and keeps its shard, so ranks with the same random state
         hold exactly the shards of the layer that ``nn.Linear`` would have drawn, and stay in step.
         """
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        like: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
         with torch.no_grad():
-            self._load(
-                "weight", self._full(self.weight, self.out_features, self.in_features, bound)
-            )
+            full = torch.empty(self.out_features, self.in_features, **like)
+            if full.numel():
+                nn.init.kaiming_uniform_(full, a=math.sqrt(5))
+            self._load("weight", full)
             if self.bias is not None:
-                self._load("bias", self._full(self.bias, self.out_features, None, bound))
-
-    @staticmethod
-    def _full(like: Tensor, rows: int, columns: int | None, bound: float) -> Tensor:
-        shape = (rows,) if columns is None else (rows, columns)
-        return torch.empty(shape, device=like.device, dtype=like.dtype).uniform_(-bound, bound)
+                bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+                full = torch.empty(self.out_features, **like).uniform_(-bound, bound)
+                self._load("bias", full)
 
     def _load(self, name: str, full: Tensor) -> None:
         """Fill a parameter with this rank's shard of the full tensor."""

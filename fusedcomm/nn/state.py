@@ -15,7 +15,7 @@ def _owners(module: nn.Module) -> dict[str, tuple[_ParallelLinear, str]]:
     """Full parameter name -> the parallel layer that holds a shard of it, and its name there."""
     return {
         f"{prefix}.{name}" if prefix else name: (layer, name)
-        for prefix, layer in module.named_modules()
+        for prefix, layer in module.named_modules(remove_duplicate=False)
         if isinstance(layer, _ParallelLinear)
         for name in layer.shard_dims
         if getattr(layer, name) is not None
@@ -44,7 +44,7 @@ def load_full_state_dict(
         if name not in owners:
             continue
         layer, short = owners[name]
-        expected = [layer.out_features, layer.in_features][: full.dim()]
+        expected = [layer.out_features, layer.in_features][: getattr(layer, short).dim()]
         if list(full.shape) != expected:
             raise ValueError(
                 f"{name} has shape {list(full.shape)}, but the whole layer's is {expected}"

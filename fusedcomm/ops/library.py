@@ -317,7 +317,8 @@ def _linear_all_reduce_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _linear_all_reduce_backward(ctx: Any, dy: Tensor) -> tuple:
     needs_xs, needs_weights, needs_bias = ctx.needs_input_grad[:3]
-    xs, weights = ctx.saved_tensors[: len(needs_xs)], ctx.saved_tensors[len(needs_xs) :]
+    saved = ctx.saved_tensors  # read once: checkpointing unpacks at each look
+    xs, weights = saved[: len(needs_xs)], saved[len(needs_xs) :]
     dxs = [dy @ w if needed else None for w, needed in zip(weights, needs_xs, strict=True)]
     dws = [dy.t() @ x if needed else None for x, needed in zip(xs, needs_weights, strict=True)]
     return dxs, dws, _column_sums(dy) if needs_bias else None, None, None, None, None

@@ -14,15 +14,12 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Callable
 
 from fusedcomm.errors import SharedMemoryError
 
-_LENGTH = struct.Struct("<q")
-#: Seconds that a rank may take between connecting and naming itself.
-_HELLO_S = 5.0
-#: Seconds between two looks at the peers while this rank waits on a socket.
+#: Seconds between two looks at the peers while this rank waits.
 POLL_S = 0.05
+_CREDENTIALS = struct.Struct("3i")
 
 
 class Listener:
@@ -30,21 +27,42 @@ class Listener:
 
     def __init__(self) -> None:
         self.name = f"fusedcomm-{secrets.token_hex(12)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.bind("\0" + self.name)
-        self._socket.listen(1024)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.bind("\0" + self.name)
+        self.socket.listen(1024)
+        self.socket.setblocking(False)
 
-    def accept(self, timeout_s: float) -> socket.socket | None:
-        """The next connection, or None when none came within ``timeout_s``."""
-        self._socket.settimeout(timeout_s)
-        try:
-            connection, _ = self._socket.accept()
-        except TimeoutError:
-            return None
-        return connection
+    def accept(self) -> tuple[socket.socket, int]:
+        """A connection that is there, and the process that made it.
+
+        Raises:
+            BlockingIOError: there is none.
+        """
+        connection, _ = self.socket.accept()
+        connection.setblocking(True)
+        credentials = connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+        )
+        pid, _, _ = _CREDENTIALS.unpack(credentials)
+        return connection, pid
 
     def close(self) -> None:
-        self._socket.close()
+        self.socket.close()
+
+
+def open_connection(name: str) -> socket.socket:
+    """Connect to the listener of that name.
+
+    Raises:
+        ConnectionError: there is none (any more).
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect("\0" + name)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 class Links:
@@ -60,59 +78,37 @@ class Links:
     def peers(self) -> list[int]:
         return sorted(self._sockets)
 
-    @classmethod
-    def connect(
-        cls,
-        rank: int,
-        listener: Listener,
-        names: dict[int, str],
-        pids: dict[int, int],
-        check: Callable[[int], None],
-    ) -> Links:
-        """Join the mesh: connect to the ranks below, accept the ranks above.
-
-        Args:
-            names, pids: the listener name and the process of every rank, this one included.
-            check: called every ``POLL_S`` while waiting, with a missing rank; raises to give up.
-
-        Raises:
-            ConnectionError: a rank is gone.
-        """
-        links = cls(rank)
-        try:
-            for peer, pid in pids.items():
-                if peer != rank:
-                    links._watch(peer, pid)
-            for peer in sorted(r for r in names if r < rank):
-                connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                links._sockets[peer] = connection
-                connection.connect("\0" + names[peer])
-                connection.send(_LENGTH.pack(rank), socket.MSG_NOSIGNAL)
-            awaited = {r for r in names if r > rank}
-            while awaited:
-                accepted = listener.accept(POLL_S)
-                if accepted is not None:
-                    peer = _introduced(accepted)
-                    links._sockets[peer] = accepted
-                    awaited.discard(peer)
-                    continue
-                for missing in sorted(awaited):
-                    if not links.alive(missing):
-                        raise ConnectionResetError(f"rank {missing} died")
-                check(min(awaited))
-        except BaseException:
-            links.close()
-            raise
-        return links
-
-    def _watch(self, peer: int, pid: int) -> None:
+    def watch(self, peer: int, pid: int) -> None:
+        """From now on, ``alive(peer)`` is about this process."""
+        self._unwatch(peer)
         try:
             self._pidfds[peer] = os.pidfd_open(pid)
         except ProcessLookupError:
             self._lost.add(peer)
 
+    def _unwatch(self, peer: int) -> None:
+        self._lost.discard(peer)
+        if peer in self._pidfds:
+            os.close(self._pidfds.pop(peer))
+
+    def connected(self, peer: int) -> bool:
+        return peer in self._sockets
+
+    def fileno(self, peer: int) -> int:
+        return self._socket(peer).fileno()
+
+    def add(self, peer: int, connection: socket.socket) -> None:
+        """Take over a connection; an older one to the same peer is closed."""
+        self.drop(peer)
+        self._sockets[peer] = connection
+
+    def drop(self, peer: int) -> None:
+        """Close the connection to a peer, if there is one."""
+        if peer in self._sockets:
+            self._sockets.pop(peer).close()
+
     def alive(self, peer: int) -> bool:
-        """Whether the peer's process runs (a rank is always alive to itself)."""
+        """Whether the peer's process runs (as far as it is known; a rank is alive to itself)."""
         if peer in self._lost:
             return False
         pidfd = self._pidfds.get(peer)
@@ -132,14 +128,14 @@ class Links:
             ConnectionError: the peer is gone.
         """
         rights = array.array("i", [descriptor])
-        self._sockets[peer].sendmsg(
+        self._socket(peer).sendmsg(
             [payload], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], socket.MSG_NOSIGNAL
         )
 
     def pending(self, peer: int, timeout_s: float) -> bool:
         """Whether a message of ``peer`` (or its end) is there, waiting up to ``timeout_s``."""
         poll = select.poll()
-        poll.register(self._sockets[peer], select.POLLIN)
+        poll.register(self._socket(peer), select.POLLIN)
         return bool(poll.poll(timeout_s * 1e3))
 
     def receive(self, peer: int) -> tuple[bytes, int]:
@@ -150,8 +146,8 @@ class Links:
             SharedMemoryError: this process can hold no more file descriptors.
         """
         space = socket.CMSG_SPACE(struct.calcsize("i"))
-        connection = self._sockets[peer]
-        payload, ancillary, _, _ = connection.recvmsg(4096, space, socket.MSG_CMSG_CLOEXEC)
+        flags = socket.MSG_CMSG_CLOEXEC
+        payload, ancillary, _, _ = self._socket(peer).recvmsg(4096, space, flags)
         if not payload:
             raise ConnectionResetError(f"rank {peer} closed its connection")
         if not ancillary:
@@ -163,25 +159,15 @@ class Links:
         rights.frombytes(ancillary[0][2][: rights.itemsize])
         return payload, rights[0]
 
+    def _socket(self, peer: int) -> socket.socket:
+        connection = self._sockets.get(peer)
+        if connection is None:
+            raise ConnectionResetError(f"the connection to rank {peer} was closed")
+        return connection
+
     def close(self) -> None:
         """Close everything; idempotent."""
-        for connection in self._sockets.values():
-            connection.close()
-        for pidfd in self._pidfds.values():
-            os.close(pidfd)
-        self._sockets.clear()
-        self._pidfds.clear()
-
-
-def _introduced(connection: socket.socket) -> int:
-    """The rank that a new connection's first message names."""
-    connection.settimeout(_HELLO_S)
-    try:
-        hello = connection.recv(_LENGTH.size)
-    except TimeoutError:
-        hello = b""
-    if len(hello) != _LENGTH.size:
-        connection.close()
-        raise ConnectionResetError("a rank connected and fell silent: it died or was stopped")
-    connection.settimeout(None)
-    return _LENGTH.unpack(hello)[0]
+        for peer in list(self._sockets):
+            self.drop(peer)
+        for peer in list(self._pidfds):
+            self._unwatch(peer)

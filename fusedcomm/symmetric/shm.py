@@ -18,12 +18,17 @@ class Segment:
     """``size`` bytes of zeroed memory, mapped into this process and, by descriptor, into peers."""
 
     def __init__(self, fd: int, size: int) -> None:
+        # Not mmap.mmap, which keeps a descriptor per mapping. Not an inference tensor either, where
+        # a workspace is made in inference mode: later calls write into it elsewhere.
+        with torch.inference_mode(False):
+            self._memory = torch.from_file(
+                f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8
+            )
         self.size = size
         self._fd = fd
-        self._map = mmap.mmap(fd, size)
+        self.bytes = memoryview(self._memory.numpy())
         #: The memory as int32 words, for flags: one load or store each, never torn.
-        self.words = memoryview(self._map).cast("i")
-        self.bytes = memoryview(self._map)
+        self.words = self.bytes.cast("i")
 
     @classmethod
     def create(cls, label: str, size: int) -> Segment:
@@ -38,11 +43,11 @@ class Segment:
             fd = os.memfd_create(f"fusedcomm:{label}", os.MFD_CLOEXEC)
             os.posix_fallocate(fd, 0, size)
             return cls(fd, size)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch reports a failed mapping as the latter
             if fd >= 0:
                 os.close(fd)
             raise SharedMemoryError(
-                f"cannot get {size} bytes of shared memory for {label}: {error.strerror}"
+                f"cannot get {size} bytes of shared memory for {label}: {error}"
             ) from error
 
     @classmethod
@@ -53,13 +58,15 @@ class Segment:
             SharedMemoryError: it cannot be mapped.
         """
         try:
-            return cls(fd, size)
-        except OSError as error:
+            segment = cls(fd, size)
+        except RuntimeError as error:
             raise SharedMemoryError(
-                f"cannot map {size} bytes of a peer's shared memory: {error.strerror}"
+                f"cannot map {size} bytes of a peer's shared memory: {error}"
             ) from error
         finally:
             os.close(fd)
+        segment._fd = -1
+        return segment
 
     @property
     def descriptor(self) -> int:
@@ -68,7 +75,7 @@ class Segment:
     @property
     def address(self) -> int:
         """Where the segment lies in this process's address space."""
-        return self.tensor(0, (1,), torch.uint8).data_ptr()
+        return self._memory.data_ptr()
 
     def release_descriptor(self) -> None:
         """Close the descriptor; the mapping stays until nothing refers to it."""
@@ -78,10 +85,7 @@ class Segment:
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over the bytes from ``offset``; it keeps the mapping alive."""
-        count = 1
+        count = dtype.itemsize
         for extent in shape:
             count *= extent
-        if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
-        return flat.view(shape)
+        return self._memory[offset : offset + count].view(dtype).view(shape)

@@ -32,7 +32,7 @@ class SymmetricTensor:
         self.peers = [segment.tensor(0, shape, dtype) for segment in segments]
         self.local = self.peers[rank]
         self.pointers = torch.tensor([peer.data_ptr() for peer in self.peers], dtype=torch.int64)
-        self.address = self.local.data_ptr()
+        self.address = segments[rank].address
         self.nbytes = self.local.numel() * dtype.itemsize
         self.multicast: int | None = None
 

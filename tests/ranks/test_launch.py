@@ -129,11 +129,19 @@ def children() -> set[int]:
 
 
 def gone(pids: list[int]) -> bool:
-    """Whether all end within two seconds."""
+    """Whether all end within two seconds (zombies have: their new parent need not reap them)."""
     assert pids
     limit = time.monotonic() + 2
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+    while any(alive(pid) for pid in pids):
         if time.monotonic() > limit:
             return False
         time.sleep(0.01)
     return True
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 
 import fusedcomm as fc
 from fusedcomm import protocol
-from fusedcomm.testing import straggler
+from fusedcomm.protocol import Call
+from fusedcomm.testing import RankError, straggler
 from tests.conftest import Pools
 from tests.ranks.cases import Case, Problem, call, shard
 from tests.ranks.checking import MAX_PIECES, bound, check, compare, planned
@@ -78,6 +80,16 @@ def test_results_are_right_when_the_input_is_overwritten_at_once(
     pools(world_size).run(check_in_place, None)
     for late in range(world_size if world_size > 1 else 0):
         pools(world_size).run(check_in_place, late)
+
+
+def check_without_end(rank: int) -> None:
+    with mock.patch.object(Call, "await_done", lambda *_: None):
+        check_in_place(rank, 1)
+
+
+def test_a_call_that_does_not_await_its_readers_is_found(pools: Pools) -> None:
+    with pytest.raises(RankError, match="are NaN"):
+        pools(2).run(check_without_end)
 
 
 def check_events(rank: int) -> None:

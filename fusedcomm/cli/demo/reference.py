@@ -119,7 +119,8 @@ class RandomModel:
 def random_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
     """Weights that keep activations near 1 and whose greedy tokens do not settle on one.
 
-    The head is independent of the embedding: tied, a random model repeats its last token.
+    The head is independent of the embedding: tied, a random model repeats its last token. The
+    embedding is twice as large as what a layer adds: smaller, all tokens lead to the same few.
     """
     generator = torch.Generator().manual_seed(seed)
     queries, keys = config.heads * config.head_size, config.kv_heads * config.head_size
@@ -135,7 +136,7 @@ def random_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
         return torch.rand(config.hidden, generator=generator) + 0.5
 
     weights = {
-        EMBEDDING: torch.randn(config.vocabulary, config.hidden, generator=generator),
+        EMBEDDING: torch.randn(config.vocabulary, config.hidden, generator=generator).mul_(2),
         LAST_NORM: norm(),
         HEAD: matrix(config.vocabulary, config.hidden),
     }
