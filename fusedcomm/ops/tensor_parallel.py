@@ -41,11 +41,14 @@ class Address(NamedTuple):
     world_size: int
 
 
-@torch._dynamo.assume_constant_result
 def _address(group: Any) -> Address:
     comm = group if isinstance(group, Communicator) else Communicator.of(group)
     comm.require_usable()
     return Address(comm.group.group_name, comm.channel, comm.rank, comm.world_size)
+
+
+# What torch.compiler.assume_constant_result does, which would import all of dynamo here (2 s).
+_address._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def all_gather_linear(
@@ -217,15 +220,16 @@ def replicated_linear(
 
 
 def _listed(weight: Weights, bias: Biases) -> tuple[list[Tensor], list[Tensor | None], bool]:
-    if isinstance(weight, Tensor):
-        if bias is not None and not isinstance(bias, Tensor):
+    """Weights and biases as lists, and whether the caller gave several."""
+    if not isinstance(weight, (list, tuple)):
+        if isinstance(bias, (list, tuple)):
             raise ValueError("bias is a sequence, but weight is one tensor")
-        return [weight], [bias], False
+        return [weight], [bias], False  # type: ignore[list-item]  # checked by check_linear
     weights = list(weight)
     if bias is None:
         return weights, [None] * len(weights), True
-    if isinstance(bias, Tensor) or len(bias) != len(weights):
-        got = "one tensor" if isinstance(bias, Tensor) else f"{len(bias)} of them"
+    if not isinstance(bias, (list, tuple)) or len(bias) != len(weights):
+        got = f"{len(bias)} of them" if isinstance(bias, (list, tuple)) else "one tensor"
         raise ValueError(
             f"bias must be None or a sequence of {len(weights)}, one per weight; got {got}"
         )

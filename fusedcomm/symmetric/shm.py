@@ -26,7 +26,7 @@ class Segment:
             )
         self.size = size
         self._fd = fd
-        self.bytes = memoryview(self._memory.numpy())
+        self.bytes = memoryview(self._memory.numpy())  # type: ignore[arg-type]
         #: The memory as int32 words, for flags: one load or store each, never torn.
         self.words = self.bytes.cast("i")
 

@@ -7,7 +7,6 @@ else to do; the times are recorded (``--junitxml``).
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import time
@@ -20,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm as fc
-from fusedcomm import waiting
-from fusedcomm.rendezvous import Meeting
+from fusedcomm import rendezvous, waiting
 from fusedcomm.symmetric.links import Links
 from fusedcomm.symmetric.shm import Segment
 from fusedcomm.testing import Outcome, RankPool, disturb
@@ -252,20 +250,24 @@ def test_death_in_an_allocation(
 # As a communicator is made
 
 CREATION = {
-    "between the store and its connections": (Links, "connect", 0),
-    "between a connection and its greeting": (socket.socket, "send", 0),
-    "before its second connection": (socket.socket, "connect", 1),
+    "after its card": (rendezvous._Meeting, "_read_card", 0),
+    "before a connection": (rendezvous, "open_connection", 0),
+    "before another connection": (rendezvous, "open_connection", 1),
     "before it sends its block": (Links, "send", 0),
     "between two sends": (Links, "send", 1),
     "before it receives a block": (Links, "receive", 0),
     "before it maps a block": (Segment, "attach", 1),
+}
+UNSEEN = {
+    "before all": (rendezvous._Meeting, "on_one_machine", 0),
+    "before its card": (rendezvous._Meeting, "run", 0),
 }
 
 
 def die_in_creation(rank: int, point: str, victim: int, timeout_s: float) -> Seen:
     descriptors = open_files()
     if rank == victim:
-        owner, name, nth = CREATION[point] if point in CREATION else (Meeting, point, 0)
+        owner, name, nth = {**CREATION, **UNSEEN}[point]
         before(owner, name, die, nth)
     try:
         comm = fc.Communicator.of(timeout_s=timeout_s)
@@ -283,8 +285,7 @@ def die_in_creation(rank: int, point: str, victim: int, timeout_s: float) -> See
 def test_death_in_the_making_of_a_communicator(
     pools: Pools, record_property: Callable[[str, object], None], victim: int, point: str
 ) -> None:
-    connections = {0: 0, 1: 1, 2: 2}[victim]
-    if connections < {"greeting": 1, "connection": 2}.get(point.split()[-1], 0):
+    if victim < {"before a connection": 1, "before another connection": 2}.get(point, 0):
         pytest.skip("this rank makes fewer connections: those above it connect to it")
     outcomes = pools(3).outcomes(die_in_creation, point, victim, 12.0, timeout_s=20)
     for one in survivors(outcomes, victim, record_property):
@@ -292,11 +293,12 @@ def test_death_in_the_making_of_a_communicator(
         assert f"rank {victim}" in one.message, one
 
 
-def test_death_before_the_store_is_a_timeout(
-    pools: Pools, record_property: Callable[[str, object], None]
+@pytest.mark.parametrize("point", UNSEEN)
+def test_death_before_a_rank_is_known_is_a_timeout(
+    pools: Pools, record_property: Callable[[str, object], None], point: str
 ) -> None:
     """Of a rank that never came, not even that it died can be known: the time limit holds."""
-    outcomes = pools(3).outcomes(die_in_creation, "all_gather", 1, 1.0, timeout_s=30)
+    outcomes = pools(3).outcomes(die_in_creation, point, 1, 1.0, timeout_s=30)
     for one in survivors(outcomes, 1, record_property):
         assert one.error == "PeerTimeoutError", one
         assert "rank 1" in one.message and "communicator" in one.message, one
