@@ -81,7 +81,8 @@ def plan(
     bounds = scaled_bounds(size, comm.world_size, inner)
     rows = bounds[0][1]
     chunked = chosen == "triton" or (chosen == "host" and is_chunked(bounds))
-    one_shot = chosen != "plain" and is_one_shot(bounds, features * wire.itemsize)
+    summed_everywhere = op == "linear_all_reduce" and chosen != "plain"
+    one_shot = summed_everywhere and is_one_shot(bounds, features * wire.itemsize)
     if chosen == "host":
         reason += (
             f"; {rows} rows a rank are enough to cut the GEMM at the ranks' chunks"
