@@ -157,7 +157,8 @@ _LONG = {"data_offset", "region_bytes"}
 #: Integers that are multiples of 16 where it matters; Triton looks at the values of a launch.
 _ALIGNED = {
     "N", "K", "K0", "K1", "piece_rows", "region_bytes", "stride_xm", "stride_ym", "stride_wn",
-    "stride_wn0", "stride_wn1", "stride_om", "stride_gn",
+    "stride_wk", "stride_wn0", "stride_wk0", "stride_wn1", "stride_wk1", "stride_om", "stride_gn",
+    "stride_gk",
 }  # fmt: skip
 
 

@@ -206,11 +206,12 @@ def call(case: Case, problem: Problem, rank: int, world_size: int, group: Any = 
         if bias is not None:
             inputs[f"b{i}"] = bias.requires_grad_("b" in case.needs)
 
-    options: dict[str, Any] = {"group": group, "engine": case.engine, **case.options}
+    options: dict[str, Any] = {"group": group, "engine": case.engine}
     if case.op == "all_gather_linear":
-        options.update(gather_dim=case.dim, gathered_size=case.size)
+        options |= {"gather_dim": case.dim, "gathered_size": case.size}
     elif case.op == "linear_reduce_scatter":
-        options.update(scatter_dim=case.dim)
+        options["scatter_dim"] = case.dim
+    options |= case.options
     arguments = (weights, biases) if case.several else (weights[0], biases[0])
     found = getattr(fc, case.op)(x, *arguments, **options)
     found = list(found) if isinstance(found, tuple) else [found]

@@ -94,6 +94,27 @@ def check_compiled_module(rank: int) -> None:
             torch.testing.assert_close(got, parameter.grad)
 
 
+def gathered(x: Tensor, w: Tensor, group: Any) -> Tensor:
+    return fc.all_gather_linear(x, w, group=group)
+
+
+def check_groups(rank: int) -> None:
+    """A compiled function that is given another group runs on that one."""
+    torch._dynamo.reset()
+    compiled = torch.compile(gathered, fullgraph=True, backend="aot_eager")
+    alone = [dist.new_group([member]) for member in range(dist.get_world_size())][rank]
+    comms = [fc.Communicator.of(channel=name) for name in ("one", "two")]
+    x, w = torch.randn(2, HIDDEN), torch.randn(3, HIDDEN)
+    for group in (*comms, alone, *reversed(comms), None):
+        before = [comm._watch.number for comm in comms]
+        y = compiled(x, w, group)
+        issued = [comm._watch.number - old for comm, old in zip(comms, before, strict=True)]
+        assert issued == [comm is group for comm in comms]
+        assert y.shape[0] == 2 * (1 if group is alone else dist.get_world_size())
+    for comm in comms:
+        comm.close()
+
+
 def check_operators(rank: int) -> None:
     """torch's own checks of the custom operators: schemas, fakes and autograd registrations."""
     comm = fc.Communicator.of()
@@ -114,6 +135,8 @@ def check_operators(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("work", [check_compiled, check_compiled_module, check_operators])
+@pytest.mark.parametrize(
+    "work", [check_compiled, check_compiled_module, check_groups, check_operators]
+)
 def test_compile(pools: Pools, world_size: int, work: Callable[[int], None]) -> None:
     pools(world_size).run(work, timeout_s=120)

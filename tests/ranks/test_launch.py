@@ -39,12 +39,6 @@ def dying(rank: int, emit: Emit) -> None:
     dist.barrier()
 
 
-def leaving(rank: int, emit: Emit) -> None:
-    if rank == 1:
-        os._exit(3)
-    dist.barrier()
-
-
 def sleeping(rank: int, emit: Emit) -> None:
     emit(os.getpid())
     time.sleep(1000)
@@ -63,11 +57,7 @@ def test_results_and_events_come_back_by_value() -> None:
 
 @pytest.mark.parametrize(
     ("fn", "said"),
-    [
-        (raising, "ValueError: broken on purpose"),
-        (dying, "killed by SIGKILL"),
-        (leaving, "exit code 3"),
-    ],
+    [(raising, "ValueError: broken on purpose"), (dying, "killed by SIGKILL")],
 )
 def test_a_failing_rank_is_named_first(fn: Callable[..., Any], said: str) -> None:
     with pytest.raises(RankFailedError) as caught:

@@ -138,6 +138,10 @@ def check_layer(rank: int) -> None:
             size = x.shape[dim]
             options = dict(gather_dim=dim, gathered_size=size) if column else dict(scatter_dim=dim)
         y = layer(local, **options)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                again = layer(local, **options)
+            assert torch.equal(again, y) and not again.requires_grad, f"under {mode.__name__}"
         y.backward(part(dy, y_dim))
         what = f"{kind.__name__} {layout} {sizes} bias={bias} dim={dim} on rank {rank}"
         limit = bound(torch.float64, 200)

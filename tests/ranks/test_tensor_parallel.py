@@ -95,6 +95,9 @@ def arguments() -> Iterator[Case]:
             yield replace(gather, options=options, needs=needs)
     both: dict[str, Any] = {"return_gathered": True, "save_gathered": True}
     yield replace(gather, options=both)
+    equal: dict[str, Any] = {"gathered_size": None}
+    yield replace(gather, tokens=(12,), options=equal)  # 12 rows are equal shards on 1 to 4 ranks
+    yield replace(gather, tokens=(2, 24), dim=1, options=equal, layout="steps")
     yield Case("replicated_linear", (10,), n=(10, 3, 2), bias=(True, False, True))
     yield Case("replicated_linear", (5, 3), n=(10, 3), bias=(False, True), used=(False, True))
     for op, needs in product(OPS[1:], ("x", "w", "b", "xw", "wb", "xb", "")):
@@ -216,6 +219,25 @@ def test_results_are_reproducible_bit_by_bit(pools: Pools, world_size: int) -> N
         replicated = {"linear_all_reduce": "y0", "replicated_linear": "dx"}.get(case.op)
         if replicated:
             assert len({found[i][replicated] for found in first}) == 1, f"{case}: ranks differ"
+
+
+def check_order(rank: int) -> None:
+    """2²⁷ + 1 − 2²⁷ is 0 in float32 if added in this order, and 1 in others."""
+    world_size = dist.get_world_size()
+    value = [2.0**27, 1.0, -(2.0**27), 0.0][rank]
+    for plans in PLANS.values():
+        for rows in (world_size, 256 * world_size):
+            x, weight = torch.ones(rows, 1), torch.full((3, 1), value)
+            with planned(**plans):
+                summed = fc.linear_reduce_scatter(x, weight, engine="host")
+                replicated = fc.linear_all_reduce(x, weight, engine="host")
+            for name, y in (("reduce-scatter", summed), ("all-reduce", replicated)):
+                assert not y.any(), f"{name}, {rows} rows, {plans}, rank {rank}: {y.unique()}"
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_partials_are_added_in_the_order_of_ranks(pools: Pools, world_size: int) -> None:
+    pools(world_size).run(check_order)
 
 
 def wire_errors(rank: int, case: Case) -> dict[str, float]:

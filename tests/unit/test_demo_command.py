@@ -29,6 +29,11 @@ JOB = Job(
 )
 
 
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def options(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -60,6 +65,7 @@ def test_illegal_ranks_say_which_are_legal(ranks: str, capsys: pytest.CaptureFix
         (["--prefill", "0"], "--prefill 0"),
         (["--prefill", "100000", "--layers", "1"], "--prefill 100000: the demo's text has "),
         (["--prompt", ""], "--prompt"),
+        (["--out", "/dev/null/demo"], "--out /dev/null/demo: Not a directory"),
     ],
 )
 def test_bad_options(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from fusedcomm.cli.demo.worker import Job, work
 from fusedcomm.cli.launch import RankFailedError, launch
 from fusedcomm.planning import ENGINES
 
-PROMPT = "Explain in two sentences why the sky is blue."
+PROMPT = "What is a tensor? Answer in two sentences."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raises ``ValueError`` for what the machine or the model does not allow."""
+    """Raises ``ValueError`` for what the machine or the model does not allow; makes ``--out``."""
     if not sys.platform.startswith("linux"):
         raise ValueError("The demo needs Linux; elsewhere, run it in a container or in WSL.")
     legal = legal_ranks(SMOLLM2)
@@ -80,6 +80,10 @@ def check_options(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} {getattr(args, name)}: must be at least 1.")
     if not args.prompt:
         raise ValueError("--prompt is empty.")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {args.out}: {error.strerror}.") from error
 
 
 def _run(args: argparse.Namespace, report: Report) -> int:
@@ -92,7 +96,6 @@ def _run(args: argparse.Namespace, report: Report) -> int:
         expected, logits = model.greedy(prompt, args.tokens), model.logits(text)
         file = Path(folder) / "model.pt"
         torch.save({"weights": model.weights(), "logits": logits}, file)
-        args.out.mkdir(parents=True, exist_ok=True)
         job = Job(
             config=model.config,
             file=file,

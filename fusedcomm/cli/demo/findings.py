@@ -113,15 +113,13 @@ def conclude(report: Report, job: Job, outcomes: list[Outcome], expected: list[i
     """Shows times, files and the verdict; the demo's exit code, 0 or 1."""
     report.line()
     _show_times(outcomes, len(job.text))
+    report.line("Decoding, q, k, v, gate, up need no communication: each rank has the token.")
     cores, ranks = len(os.sched_getaffinity(0)), len(outcomes)
     if cores < ranks:
         report.line(
             f"{ranks} ranks share {cores} core{'s' * (cores > 1)} here: while one waits, another "
             "computes. With a core for each, the ratios say more of the overlap."
         )
-    report.line(
-        "In decoding q, k, v and gate, up need no communication: every rank has the whole token."
-    )
     report.line()
     if job.picture is None:
         report.line("timeline: no picture, for lack of matplotlib (pip install matplotlib)")

@@ -83,9 +83,10 @@ def work(rank: int, emit: Emit, job: Job) -> Outcome:
         if rank == 0:
             trace.save(job.trace_file)
             if job.picture is not None:
-                title = f"prefill of {len(job.text)} tokens on {world_size} ranks"
-                zoom = _window(trace, layer=job.config.layers // 2)
-                trace.plot(job.picture, title=title, zoom=zoom)
+                layer = job.config.layers // 2
+                title = f"Prefill of {len(job.text)} tokens on {world_size} ranks"
+                title += f"; enlarged: layer {layer + 1} of {job.config.layers}"
+                trace.plot(job.picture, title=title, zoom=_window(trace, layer))
         return Outcome(tokens, error, timings)
 
 
