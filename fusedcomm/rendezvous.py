@@ -4,7 +4,8 @@ Every rank posts a card in the group's store, with the name of its listener and 
 each pair the higher rank connects to the lower one, both send their control block, and are done
 with each other when they have the other's. A connection that breaks before that is made anew, from
 the peer's latest card: so ranks may fail here and try again, in any order, and still meet. A rank
-takes its card back when it is done with all others (who then have read it), or fails.
+takes its card back when it is done with all others (who then have read it); one that fails by itself
+leaves a card that says so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from fusedcomm import board
 from fusedcomm.board import ControlBlock
-from fusedcomm.errors import PeerLostError, PeerTimeoutError
+from fusedcomm.errors import AbortedError, FusedcommError, PeerLostError, PeerTimeoutError
 from fusedcomm.symmetric.links import POLL_S, Links, Listener, open_connection
 from fusedcomm.symmetric.shm import Segment
 
@@ -31,10 +32,15 @@ _STORE_POLL_S = 2e-3
 
 
 class Card(NamedTuple):
-    """What a rank tells the others of itself: its listener and its process."""
+    """What a rank tells the others: its listener, its process, and why it failed, if it did."""
 
     listener: str
     pid: int
+    failed: str = ""
+
+
+#: Listeners whose cards this process is through with: it met their rank, or knows that it failed.
+_through: set[str] = set()
 
 
 def machine_identity() -> str:
@@ -62,11 +68,12 @@ def meet(
     meeting = _Meeting(group, key, timeout_s)
     try:
         return meeting.run() if meeting.on_one_machine() else None
-    except dist.DistError as error:
-        meeting.fail(error)
-        raise PeerLostError(f"the group's store, which a rank holds, is gone: {error}") from error
     except BaseException as error:
         meeting.fail(error)
+        if isinstance(error, dist.DistError):
+            raise PeerLostError(f"the group's store, held by a rank, is gone: {error}") from error
+        if isinstance(error, OSError) and not isinstance(error, FusedcommError):
+            raise FusedcommError(f"cannot connect to the other ranks: {error}") from error
         raise
     finally:
         meeting.end()
@@ -81,9 +88,10 @@ class _Meeting:
         self._start = time.monotonic()
         self._timeout_s = timeout_s
         self._links = Links(self.rank)
-        self._listener = Listener()
+        self._listener: Listener | None = None
         self._own: Segment | None = None
         self._cards: dict[int, Card] = {}
+        self._failed: Card | None = None
 
     def on_one_machine(self) -> bool:
         """Whether all ranks can share memory. This part of the store's entries is never deleted."""
@@ -100,21 +108,21 @@ class _Meeting:
 
     def run(self) -> tuple[Links, dict[int, ControlBlock]]:
         """Meet all ranks."""
+        listener = self._listener = Listener()
         own = self._own = Segment.create("control", ControlBlock.size(self.world_size))
         blocks = {self.rank: ControlBlock(own, self.world_size)}
-        card = {"listener": self._listener.name, "pid": os.getpid()}
-        self._store.set(self._card_key(self.rank), json.dumps(card))
+        self._post(Card(listener.name, os.getpid()))
         pause = _STORE_POLL_S
         while missing := [rank for rank in range(self.world_size) if rank not in blocks]:
             for peer in missing:
                 self._read_card(peer)
                 if peer < self.rank and not self._links.connected(peer):
                     self._connect(peer)
-            if self._await_news(missing, pause):
+            if self._await_news(listener, missing, pause):
                 pause = _STORE_POLL_S
             else:
                 pause = min(2 * pause, POLL_S)
-            self._accept(missing)
+            self._accept(listener, missing)
             for peer in missing:
                 if self._links.connected(peer) and self._links.pending(peer, 0.0):
                     block = self._receive(peer)
@@ -124,13 +132,20 @@ class _Meeting:
                     raise PeerLostError(
                         f"rank {self.rank} was making a communicator, but rank {peer} died"
                     )
+            for block in blocks.values():
+                if block.state == board.ABORTED:
+                    raise AbortedError(block.reason)
             self._check_time(missing[0])
+        _through.update(card.listener for card in self._cards.values())
         return self._links, blocks
 
-    def _await_news(self, missing: list[int], timeout_s: float) -> bool:
+    def _post(self, card: Card) -> None:
+        self._store.set(self._card_key(self.rank), json.dumps(card._asdict()))
+
+    def _await_news(self, listener: Listener, missing: list[int], timeout_s: float) -> bool:
         """Wait a while for a connection or a message."""
         poll = select.poll()
-        poll.register(self._listener.socket, select.POLLIN)
+        poll.register(listener.socket, select.POLLIN)
         for peer in missing:
             if self._links.connected(peer):
                 poll.register(self._links.fileno(peer), select.POLLIN)
@@ -141,7 +156,11 @@ class _Meeting:
         if self._links.connected(peer) or not self._store.check([self._card_key(peer)]):
             return
         card = Card(**json.loads(self._store.get(self._card_key(peer))))
-        if self._cards.get(peer) != card:
+        if card.failed:
+            if card.listener not in _through:
+                _through.add(card.listener)
+                raise AbortedError(f"rank {peer} failed while making a communicator: {card.failed}")
+        elif self._cards.get(peer) != card:
             self._cards[peer] = card
             self._links.watch(peer, card.pid)
 
@@ -155,12 +174,12 @@ class _Meeting:
             return  # An old card: its listener is closed, a new card will come.
         self._send(peer)
 
-    def _accept(self, missing: list[int]) -> None:
+    def _accept(self, listener: Listener, missing: list[int]) -> None:
         """Accept what has come from the ranks above; one that we are done with has come too early,
         for the next meeting, and must try again."""
         while True:
             try:
-                connection, pid = self._listener.accept()
+                connection, pid = listener.accept()
             except BlockingIOError:
                 return
             for peer in missing:
@@ -200,7 +219,10 @@ class _Meeting:
         return f"{self._key}/card/{rank}"
 
     def fail(self, error: BaseException) -> None:
-        """Tell those who have this rank's block already that nothing will come of it."""
+        """Tell the others that nothing will come of it, unless that is what this rank was told."""
+        if not isinstance(error, (PeerLostError, PeerTimeoutError, AbortedError, dist.DistError)):
+            name = "" if self._listener is None else self._listener.name
+            self._failed = Card(name or f"no listener {time.monotonic()}", os.getpid(), repr(error))
         if self._own is not None:
             reason = f"rank {self.rank} failed while making a communicator: {error!r}"
             ControlBlock(self._own, self.world_size).set_state(board.ABORTED, reason)
@@ -208,8 +230,12 @@ class _Meeting:
 
     def end(self) -> None:
         """Take back what was only for meeting."""
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         if self._own is not None:
             self._own.release_descriptor()
-            with suppress(dist.DistError):  # of a store that is gone
+        with suppress(dist.DistError):  # of a store that is gone
+            if self._failed is not None:
+                self._post(self._failed)
+            elif self._listener is not None:
                 self._store.delete_key(self._card_key(self.rank))

@@ -147,7 +147,12 @@ class Links:
         """
         space = socket.CMSG_SPACE(struct.calcsize("i"))
         flags = socket.MSG_CMSG_CLOEXEC
-        payload, ancillary, _, _ = self._socket(peer).recvmsg(4096, space, flags)
+        connection = self._socket(peer)
+        try:
+            payload, ancillary, _, _ = connection.recvmsg(4096, space, flags)
+        except ConnectionResetError:
+            # The peer closed with a message of ours unread: said before its own are delivered.
+            payload, ancillary, _, _ = connection.recvmsg(4096, space, flags)
         if not payload:
             raise ConnectionResetError(f"rank {peer} closed its connection")
         if not ancillary:

@@ -32,12 +32,12 @@ class Segment:
 
     @classmethod
     def create(cls, label: str, size: int) -> Segment:
-        """Make a segment; every page is reserved now.
+        """Make a segment, of whole pages; every page is reserved now.
 
         Raises:
             SharedMemoryError: the memory is not to be had (found here, not by a SIGBUS later).
         """
-        size = max(size, mmap.PAGESIZE)
+        size = max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
         fd = -1
         try:
             fd = os.memfd_create(f"fusedcomm:{label}", os.MFD_CLOEXEC)

@@ -148,12 +148,11 @@ class Problem:
         dys = [draw(*case.tokens, n) for n in case.ns]
         dgs = [draw(*case.tokens, case.k) for _ in range(world_size * case.returns_gathered)]
         ys = [F.linear(x, w, b) for w, b in zip(ws, bs, strict=True)]
-        loss = sum((x * dg).sum() for dg in dgs) + sum(
-            (y * dy).sum() for y, dy, use in zip(ys, dys, used, strict=True) if use
-        )
+        terms = [(x * dg).sum() for dg in dgs]
+        terms += [(y * dy).sum() for y, dy, use in zip(ys, dys, used, strict=True) if use]
         present = [b for b in bs if b is not None]
         leaves = [x, *ws, *present]
-        dx, *rest = torch.autograd.grad(loss, leaves, allow_unused=True)
+        dx, *rest = torch.autograd.grad(torch.stack(terms).sum(), leaves, allow_unused=True)
         dws = [torch.zeros_like(w) if d is None else d for w, d in zip(ws, rest, strict=False)]
         found = iter(rest[len(ws) :])
         dbs = [None if b is None else next(found) for b in bs]

@@ -41,7 +41,7 @@ def same_slot() -> Iterator[None]:
     """Every call takes slot 0."""
     take = Workspace.take_slot
 
-    def take_first(self: Workspace) -> tuple[int, int]:
+    def take_first(self: Workspace) -> int:
         self._next_slot = 0
         return take(self)
 

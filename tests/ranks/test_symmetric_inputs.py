@@ -16,7 +16,7 @@ from fusedcomm import protocol
 from fusedcomm.protocol import Call
 from fusedcomm.testing import RankError, straggler
 from tests.conftest import Pools
-from tests.ranks.cases import Case, Problem, call, shard
+from tests.ranks.cases import Case, shard
 from tests.ranks.checking import MAX_PIECES, bound, check, compare, planned
 
 PLANS: tuple[dict[str, Any], ...] = (
@@ -198,20 +198,14 @@ def test_ranks_whose_inputs_lie_in_other_places_are_told(pools: Pools, odd: int,
 def check_plain(rank: int) -> None:
     """The plain engine takes such tensors like any other."""
     comm = fc.Communicator.of(channel="plain")
-    case = Case("all_gather_linear", engine="plain", needs="")
-    problem = Problem.of(case, comm.world_size)
-    y = call(case, problem, rank, comm.world_size, comm).outputs["y0"]
-    memory = comm.symmetric_empty(*case.tokens, case.k)
-    own = shard(problem.x.to(case.dtype), 0, rank, comm.world_size)
-    place = memory.local[: len(own)]
+    x, w = rows(7, 0, torch.float32), weights(torch.float32, comm.world_size)
+    own = shard(x, 0, rank, comm.world_size)
+    place = comm.symmetric_empty(4, K).local[: len(own)]
     place.copy_(own)
-    w, b = (
-        shard(t.to(case.dtype), 0, rank, comm.world_size) for t in (problem.ws[0], problem.bs[0])
-    )  # type: ignore  # noqa: E501
-    again = fc.all_gather_linear(
-        place, w, b, group=comm, gathered_size=case.tokens[0], engine="plain"
-    )
-    assert torch.equal(again, y)
+    own_w = shard(w, 0, rank, comm.world_size)
+    y = fc.all_gather_linear(place, own_w, group=comm, gathered_size=7, engine="plain")
+    right = F.linear(x.double(), w.double())
+    compare(f"rank {rank}", y, shard(right, 1, rank, comm.world_size), bound(torch.float32, K))
     comm.close()
 
 

@@ -44,8 +44,8 @@ PLANS: dict[str, dict[str, Any]] = {
 def shapes() -> Iterator[Case]:
     """Rows that do not divide, fewer than ranks, none; up to 4-D; growing and shrinking."""
     for op in OPS:
-        for tokens in ((7,), (1,), (0,), (40,), (2,), (3,), (13,), (13,)):
-            yield Case(op, tokens)
+        for rows in (7, 1, 0, 40, 2, 3, 13, 13):
+            yield Case(op, (rows,))
         cut = op in CUTS_TOKENS
         for tokens in ((5, 3), (2, 7), (1, 4), (3, 0), (2, 3, 5), (4, 1, 2)):
             for dim in range(-len(tokens) - 1, len(tokens)) if cut else (0,):
@@ -226,7 +226,7 @@ def check_order(rank: int) -> None:
     world_size = dist.get_world_size()
     value = [2.0**27, 1.0, -(2.0**27), 0.0][rank]
     for plans in PLANS.values():
-        for rows in (world_size, 256 * world_size):
+        for rows in (world_size, planning.MIN_CHUNK_ROWS * world_size):
             x, weight = torch.ones(rows, 1), torch.full((3, 1), value)
             with planned(**plans):
                 summed = fc.linear_reduce_scatter(x, weight, engine="host")

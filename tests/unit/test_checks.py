@@ -45,7 +45,7 @@ WRONG: dict[str, tuple[Any, Any, Any, str]] = {
     "2-D bias": (X, W, B[None], r"bias must be \[5\]; got shape \[1, 5\]"),
     "integers": (X.int(), W.int(), None, "x must be float32, float16, .* got torch.int32"),
     "bools": (X.bool(), W.bool(), None, "got torch.bool"),
-    "complex": (X.cfloat(), W.cfloat(), None, "got torch.complex64"),
+    "complex": (X.to(torch.complex64), W.to(torch.complex64), None, "got torch.complex64"),
     "FP8": (X.to(torch.float8_e4m3fn), W, None, "float8_e4m3fn .FP8 is not supported yet"),
     "weight's dtype": (X, W.bfloat16(), None, "weight is torch.bfloat16, but x is torch.float32"),
     "bias's dtype": (X, W, B.double(), "bias is torch.float64, but x is torch.float32"),

@@ -23,6 +23,9 @@ def interpreter_hooks(recorder: Recorder) -> Iterator[None]:
     """
     from triton.runtime import interpreter
 
+    from fusedcomm.engines.triton.interpreter import install
+
+    install()  # now, since it would replace what is replaced here
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     function = interpreter.InterpretedFunction
     load, store = builder.create_masked_load, builder.create_masked_store

@@ -1,0 +1,458 @@
+"""What a communicator takes it gives back: descriptors, mappings, sockets, memory, processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm as fc
+from fusedcomm import rendezvous
+from fusedcomm.testing import RankPool
+from tests.ranks.fault_calls import OPS, Seen, call, die, open_files, right, see
+
+Pools = Callable[..., RankPool]
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 10.0
+
+
+def mappings() -> list[int]:
+    """Sizes in bytes of the shared memory that this process maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if "memfd:fusedcomm" in line]
+    return sorted(int(stop, 16) - int(start, 16) for start, stop in spans)
+
+
+def held() -> tuple[list[str], list[int]]:
+    gc.collect()
+    return open_files(), mappings()
+
+
+def private_bytes() -> int:
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.findall(r"RssAnon:\s+(\d+) kB", status)[0])
+
+
+def sockets_of_this_process() -> set[str]:
+    """Names of its abstract sockets, in the kernel's table of all."""
+    own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
+    table = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    named = {row[7] for row in table if len(row) > 7 and f"socket:[{row[6]}]" in own}
+    return {name for name in named if "fusedcomm" in name}
+
+
+def _is_open(descriptor: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{descriptor}")
+
+
+# Descriptors, mappings, memory
+
+
+def close_all(rank: int) -> None:
+    before = held()
+    comm = fc.Communicator.of()
+    for form in OPS:
+        y = call(form, comm)
+        assert right(form, comm, y)
+    tensor = comm.symmetric_empty(1000)
+    assert len(mappings()) >= 3 * comm.world_size
+    comm.close()
+    # Neither the closed communicator nor a result holds anything; a symmetric tensor its memory.
+    assert tensor.local.fill_(1.0).sum() == 1000
+    assert held() == (before[0], [4096] * 3)
+    assert y.sum() > 0 and repr(comm)
+    del tensor
+    assert held() == before
+
+
+def test_close_gives_everything_back(pools: Pools) -> None:
+    pools(3).run(close_all)
+
+
+def grow(rank: int) -> None:
+    with fc.Communicator.of() as comm:
+        for scale in (1, 50, 500, 5000):
+            call("all_gather_linear", comm, scale=scale)
+            call("linear_reduce_scatter", comm, scale=scale)
+        comm.barrier()
+        sizes = comm.workspace_bytes()
+        expected = [sum(sizes[kind].values()) for kind in ("gather", "scatter")]
+        blocks = [size for size in mappings() if size < min(expected)]
+        assert len(blocks) == comm.world_size  # the control blocks
+        assert mappings() == sorted(blocks + [_pages(size) for size in expected] * comm.world_size)
+
+
+def _pages(size: int) -> int:
+    return -(-size // 4096) * 4096
+
+
+def test_growth_releases_the_old_memory(pools: Pools) -> None:
+    pools(3).run(grow)
+
+
+def many_cycles(rank: int, cycles: int, calls: int) -> dict[str, Any]:
+    """Communicators in a row, then calls in a row; what the second half of each has left."""
+    found: dict[str, Any] = {}
+    for what in ("cycles", "calls"):
+        count = cycles if what == "cycles" else calls
+        comm = fc.Communicator.of()
+        for number in range(count):
+            if number == count // 2:
+                start, memory = held(), private_bytes()
+            if what == "cycles":
+                comm.close()
+                comm = fc.Communicator.of()
+            call("all_gather_linear", comm)
+            if number % 10 == 0:
+                call("all_gather_linear, in place", comm)
+                call("linear_reduce_scatter", comm)
+        comm.barrier()
+        found[what] = (held() == start, private_bytes() - memory)
+        comm.close()
+    return found
+
+
+def test_many_communicators_and_calls_leave_nothing(pools: Pools) -> None:
+    for found in pools(3).run(many_cycles, 200, 500, timeout_s=120):
+        for what, (same, more) in found.items():
+            assert same, what
+            assert more < 1 << 20, (what, more)  # 10 KB for each communicator
+
+
+def fail_and_close(rank: int, how: str) -> tuple[Any, ...]:
+    before = held()
+    comm = fc.Communicator.of(timeout_s=20)
+    names = sockets_of_this_process()
+    call("linear_reduce_scatter", comm)
+    if rank == 1 and how == "killed":
+        time.sleep(0.2)  # for all others to have told their sockets' names
+        die()
+
+    def work() -> None:
+        if how == "disagree":
+            call("all_gather_linear", comm, scale=5000 if rank == 1 else 1)
+        elif how == "grow without it":
+            call("all_gather_linear", comm, scale=5000)
+        else:
+            for _ in range(3):
+                call("linear_reduce_scatter", comm)
+
+    if how == "grow without it" and rank == 1:
+        comm.close()
+        seen = Seen("", "", 0, "")
+    else:
+        seen = see(comm, work)
+    comm.close()
+    return seen.error, before == held(), (before, held()), names
+
+
+@pytest.mark.parametrize("how", ["killed", "disagree", "grow without it"])
+def test_a_failure_leaves_nothing_behind(pools: Pools, how: str) -> None:
+    outcomes = pools(3).outcomes(fail_and_close, how, timeout_s=40)
+    names = set()
+    for outcome in outcomes:
+        if how == "killed" and outcome.rank == 1:
+            assert outcome.fate == "died"
+            continue
+        error, same, both, own_names = outcome.value
+        assert same, both
+        assert error or how == "grow without it" and outcome.rank == 1
+        names |= own_names
+    assert names  # the connections of a communicator can be seen there, while it is open
+    table = Path("/proc/net/unix").read_text()
+    assert not [name for name in names if name in table]
+    assert not [entry for entry in os.listdir("/dev/shm") if "fusedcomm" in entry]
+
+
+def work_among_many_files(rank: int) -> None:
+    """Descriptors above 1023, which select() cannot wait for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1200)]
+    try:
+        with fc.Communicator.of() as comm:
+            for form in OPS:
+                assert right(form, comm, call(form, comm))
+            assert right("linear_all_reduce", comm, call("linear_all_reduce", comm, engine="plain"))
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_than_1024_files(pools: Pools) -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 1500:
+        pytest.skip("this machine allows fewer than 1500 open files")
+    pools(2).run(work_among_many_files)
+
+
+# Closed, forked, replaced
+
+
+def use_after_close(rank: int) -> dict[str, str]:
+    x, weight = torch.ones(4, 8, requires_grad=True), torch.ones(6, 8, requires_grad=True)
+    comm = fc.Communicator.of()
+    loss = fc.all_gather_linear(x, weight, group=comm).sum()
+    comm.barrier()
+    comm.close()
+    comm.close()
+    comm.abort("too late, and harmless")
+    assert comm not in fc.Communicator.live()
+    uses: dict[str, Callable[[], object]] = {
+        "barrier": comm.barrier,
+        "symmetric_empty": lambda: comm.symmetric_empty(3),
+        "reserve": lambda: comm.reserve("all_gather_linear", (8, 8)),
+        "backward": loss.backward,
+        **{form: lambda form=form: call(form, comm) for form in OPS},
+        "plain": lambda: call("all_gather_linear", comm, engine="plain"),
+        "replicated_linear": lambda: fc.replicated_linear(x, weight, group=comm),
+    }
+    found = {}
+    for name, use in uses.items():
+        try:
+            use()
+            found[name] = "nothing"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    with fc.Communicator.of() as again:
+        assert again is not comm
+        for form in OPS:
+            assert right(form, again, call(form, again))
+    return found
+
+
+def test_use_after_close(pools: Pools) -> None:
+    for found in pools(2).run(use_after_close, timeout_s=40):
+        for name, what in found.items():
+            assert re.match(r"ClosedError: this communicator was closed.*of\(group", what), name
+
+
+def fork_within(rank: int) -> list[int]:
+    """What a forked child can do to its parent's communicator: nothing."""
+    codes = []
+    with fc.Communicator.of(timeout_s=20) as comm:
+        for form in OPS:
+            call(form, comm)
+        for use in (comm.barrier, comm.close, lambda: comm.abort("by a child"), fc.Communicator.of):
+            child = os.fork()
+            if child == 0:
+                try:
+                    use()
+                    os._exit(0)
+                except fc.ClosedError:
+                    os._exit(3)
+                except BaseException:
+                    os._exit(4)
+            _, status = os.waitpid(child, 0)
+            codes.append(os.waitstatus_to_exitcode(status))
+            for form in OPS:
+                assert right(form, comm, call(form, comm))
+    return codes
+
+
+def test_a_forked_child_cannot_act_as_its_parent(pools: Pools) -> None:
+    for barrier, close, _, _ in pools(2).run(fork_within, timeout_s=60):
+        assert barrier == 3  # ClosedError
+        assert close == 0
+
+
+def reuse_group_names(rank: int, path: str) -> None:
+    group = dist.new_group([0, 1], use_local_synchronization=True)
+    name = group.group_name
+    first = fc.Communicator.of(group)
+    call("all_gather_linear", first)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    group = dist.new_group([0, 1], use_local_synchronization=True)
+    assert group.group_name == name
+    second = fc.Communicator.of(group)
+    assert second is not first
+    assert right("all_gather_linear", second, call("all_gather_linear", second))
+    with pytest.raises(fc.ClosedError):
+        first.barrier()
+    second.close()
+    # The default group anew, on another store.
+    third = fc.Communicator.of()
+    call("all_gather_linear", third)
+    third.barrier()
+    dist.destroy_process_group()
+    store = dist.FileStore(path, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    fourth = fc.Communicator.of()
+    assert fourth is not third
+    for form in OPS:
+        assert right(form, fourth, call(form, fourth))
+    fourth.barrier()
+    dist.destroy_process_group()
+    fourth.close()  # also when its group is gone
+    assert mappings() == [] and not fc.Communicator.live()
+
+
+def test_group_names_are_used_again(pools: Pools, tmp_path: Path) -> None:
+    pool = pools(2)
+    try:
+        pool.run(reuse_group_names, str(tmp_path / "store"), timeout_s=40)
+    finally:
+        pool.restart()
+
+
+def lose_the_store(rank: int) -> Seen:
+    """The store that the group was made with lives in rank 0, as it does without torchrun."""
+    port = [0]
+    if rank == 0:
+        master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [master.port]
+    dist.broadcast_object_list(port)
+    limit = timedelta(seconds=20)
+    store = master if rank == 0 else dist.TCPStore("127.0.0.1", port[0], timeout=limit)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=limit)
+    comm = fc.Communicator.of()
+    comm.barrier()
+    if rank == 0:
+        time.sleep(0.2)
+        die()
+    start = time.monotonic()
+    while time.monotonic() < start + LIMIT_S:
+        try:
+            fc.Communicator.of(channel="another").barrier()
+        except fc.PeerLostError as error:
+            return Seen("PeerLostError", str(error), time.monotonic_ns(), "")
+    raise AssertionError("rank 0 was not missed")
+
+
+def test_the_rank_that_holds_the_store_dies(
+    pools: Pools, record_property: Callable[[str, object], None]
+) -> None:
+    outcomes = pools(3).outcomes(lose_the_store, timeout_s=40)
+    for rank in (1, 2):
+        assert outcomes[rank].fate == "returned", outcomes[rank].details
+        took = (outcomes[rank].value.at_ns - outcomes[0].at_ns) / 1e9
+        record_property("noticed_s", round(took, 3))
+        assert took < LIMIT_S
+
+
+# Ranks that do not share memory
+
+
+def live_apart(rank: int, victim: int | None) -> Seen:
+    """As if every rank were in a process namespace, or on a machine, of its own."""
+    rendezvous.machine_identity = lambda: f"machine {rank}"
+    before = held()
+    with fc.Communicator.of(timeout_s=20) as comm:
+        assert not comm.shares_memory
+        with pytest.warns(UserWarning, match="without overlap: the group's ranks do not share"):
+            assert right("all_gather_linear", comm, call("all_gather_linear", comm))
+        for use in (
+            lambda: call("all_gather_linear", comm, engine="host"),
+            lambda: comm.symmetric_empty(3),
+            lambda: comm.reserve("all_gather_linear", (8, 8)),
+        ):
+            with pytest.raises(ValueError, match="share"):
+                use()
+        comm.barrier()
+        if rank == victim:
+            die()
+        seen = see(
+            comm, lambda: [call("all_gather_linear", comm, engine="plain") for _ in range(3)]
+        )
+    assert held()[1] == before[1]
+    return seen
+
+
+def test_ranks_that_share_no_memory(pools: Pools) -> None:
+    pool = pools(2)
+    assert [seen.error for seen in pool.run(live_apart, None, timeout_s=40)] == ["", ""]
+    pool.restart()
+    outcomes = pool.outcomes(live_apart, 1, timeout_s=40)
+    assert outcomes[0].fate == "returned", outcomes[0].details
+    seen = outcomes[0].value
+    assert seen.error == "PeerLostError" and "all_gather_linear" in seen.message, seen
+    assert (seen.at_ns - outcomes[1].at_ns) / 1e9 < LIMIT_S
+
+
+# Ctrl-C
+
+
+def wait_alone(rank: int) -> None:
+    """Rank 0 waits at a barrier for the others, who wait for nothing."""
+    comm = fc.Communicator.of()
+    comm.barrier()
+    print("ready", os.getpid(), flush=True)
+    if rank == 0:
+        comm.barrier()
+    time.sleep(600)
+
+
+PROGRAMS = {
+    "run_ranks": (
+        "from fusedcomm.testing import run_ranks\n"
+        "from tests.ranks.test_lifetime import wait_alone\n"
+        "run_ranks(wait_alone, 3, timeout_s=600)"
+    ),
+    "bench": (
+        "import sys\nfrom fusedcomm.cli.main import main\n"
+        "sys.exit(main(['bench', 'tensor_parallel', '--quick', '--ranks', '2']))"
+    ),
+}
+
+
+def family(session: int) -> dict[int, str]:
+    """The processes of a session that still run: pid and command line."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                line = Path(f"/proc/{entry}/cmdline").read_text().replace("\0", " ")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if stat[0] != "Z" and int(stat[3]) == session:
+                found[int(entry)] = line
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ctrl_c_leaves_no_process(name: str) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAMS[name]],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert program.stdout is not None
+        if name == "run_ranks":
+            for _ in range(3):
+                assert program.stdout.readline().startswith("ready")
+        else:
+            limit = time.monotonic() + 60
+            while len(family(program.pid)) < 3:
+                assert program.poll() is None and time.monotonic() < limit
+                time.sleep(0.05)
+            time.sleep(0.5)
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to the foreground group
+        program.communicate(timeout=30)
+        assert program.returncode != 0
+        assert family(program.pid) == {}
+    finally:
+        for pid in family(program.pid):
+            os.kill(pid, signal.SIGKILL)
