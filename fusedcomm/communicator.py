@@ -260,10 +260,19 @@ class Communicator:
             for space in wanted:
                 self.workspace(space)
 
-    def await_peers(self, op: str) -> None:
-        """Within ``collective``: wait until every peer has begun the same call."""
+    def await_peers(self, op: str, *, exchanging: bool = True) -> None:
+        """Within ``collective``: wait until every peer has begun the same call.
+
+        Args:
+            exchanging: whether a collective of torch.distributed follows. It must not be begun when
+                a peer has failed since: a collective that nobody joins leaves the torch group out
+                of step.
+        """
+        awaited = Awaited(op, self._watch.number, -1, "the call")
         for peer in self._links.peers:
-            self._watch.await_call(peer, Awaited(op, self._watch.number, -1, "the call"))
+            self._watch.await_call(peer, awaited)
+        if exchanging:
+            self._watch.look(awaited)
 
     def await_any(self, op: str) -> Callable[[], None]:
         """Within ``collective``: what a wait elsewhere (in a kernel) calls now and then.
@@ -296,10 +305,16 @@ class Communicator:
 
     def abort(self, reason: str) -> None:
         """Make every rank's waits on this communicator raise ``AbortedError``."""
+        if self._closed or self._pid != os.getpid():
+            return
         self._blocks[self.rank].set_state(board.ABORTED, f"rank {self.rank} aborted: {reason}")
 
     def close(self) -> None:
-        """Give everything back; idempotent, not collective. Ranks that still wait get an error."""
+        """Give everything back; idempotent, not collective. Ranks that still wait get an error.
+
+        After an error in a call of the ``plain`` engine the torch group may be out of step as well,
+        and must be made anew.
+        """
         if self._closed:
             return
         self._closed = True

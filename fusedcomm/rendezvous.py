@@ -4,14 +4,15 @@ Every rank posts a card in the group's store, with the name of its listener and 
 each pair the higher rank connects to the lower one, both send their control block, and are done
 with each other when they have the other's. A connection that breaks before that is made anew, from
 the peer's latest card: so ranks may fail here and try again, in any order, and still meet. A rank
-takes its card back when it is done with all others (who then have read it); one that fails by itself
-leaves a card that says so.
+takes its card back when it is done with all others (who then have read it); one that fails by
+itself leaves a card that says so.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import time
 from contextlib import suppress
@@ -31,6 +32,10 @@ from fusedcomm.symmetric.shm import Segment
 _STORE_POLL_S = 2e-3
 
 
+#: What stands in the store for a card that was taken back.
+_NO_CARD = "-"
+
+
 class Card(NamedTuple):
     """What a rank tells the others: its listener, its process, and why it failed, if it did."""
 
@@ -39,7 +44,7 @@ class Card(NamedTuple):
     failed: str = ""
 
 
-#: Listeners whose cards this process is through with: it met their rank, or knows that it failed.
+#: Listeners of failed ranks that this process has been told of: a retry waits for a new card.
 _through: set[str] = set()
 
 
@@ -91,7 +96,8 @@ class _Meeting:
         self._listener: Listener | None = None
         self._own: Segment | None = None
         self._cards: dict[int, Card] = {}
-        self._failed: Card | None = None
+        self._card = Card(f"none-{secrets.token_hex(8)}", os.getpid())
+        self._failed = False
 
     def on_one_machine(self) -> bool:
         """Whether all ranks can share memory. This part of the store's entries is never deleted."""
@@ -111,7 +117,8 @@ class _Meeting:
         listener = self._listener = Listener()
         own = self._own = Segment.create("control", ControlBlock.size(self.world_size))
         blocks = {self.rank: ControlBlock(own, self.world_size)}
-        self._post(Card(listener.name, os.getpid()))
+        self._card = Card(listener.name, os.getpid())
+        self._post(self._card)
         pause = _STORE_POLL_S
         while missing := [rank for rank in range(self.world_size) if rank not in blocks]:
             for peer in missing:
@@ -122,13 +129,10 @@ class _Meeting:
                 pause = _STORE_POLL_S
             else:
                 pause = min(2 * pause, POLL_S)
-            self._accept(listener, missing)
+            self._accept(listener, blocks)
             for peer in missing:
-                if self._links.connected(peer) and self._links.pending(peer, 0.0):
-                    block = self._receive(peer)
-                    if block is not None:
-                        blocks[peer] = block
-                elif not self._links.alive(peer):
+                self._receive(peer, blocks)
+                if peer not in blocks and not self._links.alive(peer):
                     raise PeerLostError(
                         f"rank {self.rank} was making a communicator, but rank {peer} died"
                     )
@@ -136,7 +140,6 @@ class _Meeting:
                 if block.state == board.ABORTED:
                     raise AbortedError(block.reason)
             self._check_time(missing[0])
-        _through.update(card.listener for card in self._cards.values())
         return self._links, blocks
 
     def _post(self, card: Card) -> None:
@@ -153,16 +156,21 @@ class _Meeting:
 
     def _read_card(self, peer: int) -> None:
         """Learn the peer's latest card, unless its present one still serves."""
-        if self._links.connected(peer) or not self._store.check([self._card_key(peer)]):
+        card = None if self._links.connected(peer) else self._stored_card(peer)
+        if card is None:
             return
-        card = Card(**json.loads(self._store.get(self._card_key(peer))))
         if card.failed:
             if card.listener not in _through:
-                _through.add(card.listener)
                 raise AbortedError(f"rank {peer} failed while making a communicator: {card.failed}")
         elif self._cards.get(peer) != card:
             self._cards[peer] = card
             self._links.watch(peer, card.pid)
+
+    def _stored_card(self, rank: int) -> Card | None:
+        if not self._store.check([self._card_key(rank)]):
+            return None
+        text = self._store.get(self._card_key(rank)).decode()
+        return None if text == _NO_CARD else Card(**json.loads(text))
 
     def _connect(self, peer: int) -> None:
         card = self._cards.get(peer)
@@ -174,18 +182,22 @@ class _Meeting:
             return  # An old card: its listener is closed, a new card will come.
         self._send(peer)
 
-    def _accept(self, listener: Listener, missing: list[int]) -> None:
-        """Accept what has come from the ranks above; one that we are done with has come too early,
-        for the next meeting, and must try again."""
+    def _accept(self, listener: Listener, blocks: dict[int, ControlBlock]) -> None:
+        """Accept what has come from the ranks above.
+
+        A rank that comes a second time has either failed in between, or is done with this meeting
+        and comes for the next: then its block lies in the first connection, and it must try again.
+        """
         while True:
             try:
                 connection, pid = listener.accept()
             except BlockingIOError:
                 return
-            for peer in missing:
+            for peer in range(self.rank + 1, self.world_size):
+                self._receive(peer, blocks)
                 self._read_card(peer)
-            named = [peer for peer in missing if self._cards.get(peer, Card("", -1)).pid == pid]
-            if len(named) == 1 and named[0] > self.rank:
+            named = [peer for peer, card in self._cards.items() if card.pid == pid]
+            if len(named) == 1 and named[0] > self.rank and named[0] not in blocks:
                 self._links.add(named[0], connection)
                 self._send(named[0])
             else:
@@ -198,15 +210,18 @@ class _Meeting:
         except ConnectionError:
             self._links.drop(peer)
 
-    def _receive(self, peer: int) -> ControlBlock | None:
-        """The peer's control block; None if the connection broke."""
+    def _receive(self, peer: int, blocks: dict[int, ControlBlock]) -> None:
+        """Take the peer's control block if it is there; let go of a broken connection."""
+        connected = self._links.connected(peer)
+        if peer in blocks or not connected or not self._links.pending(peer, 0.0):
+            return
         try:
             _, descriptor = self._links.receive(peer)
         except ConnectionError:
             self._links.drop(peer)
-            return None
+            return
         size = ControlBlock.size(self.world_size)
-        return ControlBlock(Segment.attach(descriptor, size), self.world_size)
+        blocks[peer] = ControlBlock(Segment.attach(descriptor, size), self.world_size)
 
     def _check_time(self, missing: int) -> None:
         if time.monotonic() - self._start > self._timeout_s:
@@ -219,10 +234,16 @@ class _Meeting:
         return f"{self._key}/card/{rank}"
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that nothing will come of it, unless that is what this rank was told."""
-        if not isinstance(error, (PeerLostError, PeerTimeoutError, AbortedError, dist.DistError)):
-            name = "" if self._listener is None else self._listener.name
-            self._failed = Card(name or f"no listener {time.monotonic()}", os.getpid(), repr(error))
+        """Tell the others that nothing will come of it, once each: by a card, then by the block."""
+        told = isinstance(error, (PeerLostError, PeerTimeoutError, AbortedError))
+        with suppress(dist.DistError):  # of a store that is gone
+            if not told:
+                self._post(self._card._replace(failed=repr(error)))
+            for rank in range(self.world_size):
+                card = self._stored_card(rank)
+                if card is not None and card.failed:
+                    _through.add(card.listener)
+            self._failed = not told
         if self._own is not None:
             reason = f"rank {self.rank} failed while making a communicator: {error!r}"
             ControlBlock(self._own, self.world_size).set_state(board.ABORTED, reason)
@@ -234,8 +255,7 @@ class _Meeting:
             self._listener.close()
         if self._own is not None:
             self._own.release_descriptor()
-        with suppress(dist.DistError):  # of a store that is gone
-            if self._failed is not None:
-                self._post(self._failed)
-            elif self._listener is not None:
-                self._store.delete_key(self._card_key(self.rank))
+        if not self._failed:
+            with suppress(dist.DistError):
+                # Not deleted: a rank between check and get would block in the store.
+                self._store.set(self._card_key(self.rank), _NO_CARD)

@@ -111,11 +111,11 @@ class Watch:
 
     def fail(self, error: BaseException) -> None:
         """Make the communicator unusable and let the peers' waits raise the same kind of error."""
-        if isinstance(error, FusedcommError):
-            self._own.set_state(_STATE_OF.get(type(error), board.ABORTED), str(error))
-        else:
-            reason = f"rank {self.rank} failed in the middle of a call: {error!r}"
-            self._own.set_state(board.ABORTED, reason)
+        for kind, state in _STATE_OF.items():
+            if type(error) is kind:
+                self._own.set_state(state, str(error))
+        reason = f"rank {self.rank} failed in the middle of a call: {error!r}"
+        self._own.set_state(board.ABORTED, str(error) if type(error) is AbortedError else reason)
 
     def close(self) -> None:
         self._own.set_state(board.CLOSED, f"rank {self.rank} closed its communicator")
@@ -155,6 +155,12 @@ class Watch:
                 self._check(peer, awaited, start, gone)
                 time.sleep(_NAP_S)
         self.compare(peer)
+
+    def look(self, awaited: Awaited) -> None:
+        """One look at every peer, before something is begun that needs them all."""
+        start = time.monotonic()
+        for peer in self.links.peers:
+            self._check(peer, awaited, start, self._gone(peer))
 
     def await_work(self, work: Work, awaited: Awaited) -> None:
         """Wait for torch.distributed's collective of CPU ranks, with the errors of ``wait``."""
@@ -239,7 +245,7 @@ class Watch:
                     self._check(peer, awaited, start, gone)
             return self.links.receive(peer)
         except ConnectionError as error:
-            self._check(peer, awaited, start, str(error))
+            self._check(peer, awaited, start, self._gone(peer) or str(error))
             raise
 
     def send(self, peer: int, payload: bytes, descriptor: int, awaited: Awaited) -> None:
@@ -247,7 +253,8 @@ class Watch:
         try:
             self.links.send(peer, payload, descriptor)
         except ConnectionError as error:
-            self._check(peer, awaited, time.monotonic(), f"rank {peer} is gone ({error})")
+            gone = self._gone(peer) or f"rank {peer} is gone ({error})"
+            self._check(peer, awaited, time.monotonic(), gone)
             raise
 
     def forget(self) -> None:

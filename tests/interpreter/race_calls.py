@@ -59,9 +59,7 @@ def arranged(setting: Setting) -> Iterator[None]:
 
             stack.enter_context(replaced(config, _INTERPRETED=16))  # more tiles and programs
         bytes_ = 1 << 30 if setting.one_shot else -1
-        stack.enter_context(
-            replaced(planning, ONE_SHOT_BYTES=bytes_, is_one_shot=_by_size)
-        )
+        stack.enter_context(replaced(planning, ONE_SHOT_BYTES=bytes_, is_one_shot=_by_size))
         if setting.same_slot:
             stack.enter_context(replaced(Workspace, take_slot=lambda self: 0))
         yield
@@ -133,7 +131,8 @@ def _scatter(rank: int, world_size: int, setting: Setting) -> None:
 
 
 def _scatter_forward(rank: int, world_size: int, setting: Setting) -> None:
-    x, weight = torch.randn(setting.tokens, setting.inner), torch.randn(setting.outer, setting.inner)
+    x = torch.randn(setting.tokens, setting.inner)
+    weight = torch.randn(setting.outer, setting.inner)
     fc.linear_reduce_scatter(x, weight, engine=setting.engine)
 
 
@@ -144,11 +143,28 @@ def _reduce(rank: int, world_size: int, setting: Setting) -> None:
 
 
 def _two_channels(rank: int, world_size: int, setting: Setting) -> None:
-    """The same operation on two communicators in turn: two workspaces of one layout."""
-    x, weight = torch.randn(setting.tokens, setting.inner), torch.randn(setting.outer, setting.inner)
-    for channel in ("", "other"):
+    """The same operation on two communicators in turn: two workspaces of one layout.
+
+    Their epochs are always equal, so that no rank waits forever where flags are shared.
+    """
+    x = torch.randn(setting.tokens, setting.inner)
+    weight = torch.randn(setting.outer, setting.inner)
+    for channel in ("one", "two"):
         comm = fc.Communicator.of(channel=channel)
         fc.linear_reduce_scatter(x, weight, group=comm, engine=setting.engine)
+
+
+def _wrapping(rank: int, world_size: int, setting: Setting) -> None:
+    """On a communicator whose counters begin just before they wrap around."""
+    comm = fc.Communicator.of(channel=f"wraps, {setting.engine}")
+    comm.first_epoch = 2**31 - 3
+    x = torch.randn(setting.tokens, setting.inner)
+    weight = torch.randn(setting.outer, setting.inner)
+    rows = _rows(rank, world_size, setting)
+    arguments = {"group": comm, "engine": setting.engine}
+    fc.all_gather_linear(x[:rows], weight, gathered_size=setting.tokens, **arguments)
+    fc.linear_reduce_scatter(x, weight, **arguments)
+    fc.linear_all_reduce(x, weight, **arguments)
 
 
 def _replicated(rank: int, world_size: int, setting: Setting) -> None:
@@ -166,5 +182,6 @@ _OPS = {
     "linear_all_reduce": _reduce,
     "replicated_linear": _replicated,
     "two channels": _two_channels,
+    "wrap-around": _wrapping,
 }
 EVERY_OP = tuple(_OPS)

@@ -75,8 +75,8 @@ def _consume_before_reading(self: Call, source: int, chunk: int = 0) -> None:
 
 @contextlib.contextmanager
 def _host_flags_of_another_workspace() -> Iterator[None]:
-    """The other channel raises and awaits the flags of the first one's workspace."""
-    shared = fc.Communicator.of()._workspaces
+    """The second channel raises and awaits the flags of the first one's workspace."""
+    shared = fc.Communicator.of(channel="one")._workspaces
 
     def borrowed(method: Callable[..., None]) -> Callable[..., None]:
         def call(self: Call, *args: int) -> None:
@@ -103,7 +103,7 @@ def _kernel_flags_of_another_workspace() -> Iterator[None]:
     ranks = Launch.ranks
 
     def both(self: Launch) -> dict[str, Any]:
-        shared = fc.Communicator.of()._workspaces[self.workspace.kind]
+        shared = fc.Communicator.of(channel="one")._workspaces[self.workspace.kind]
         arguments = ranks.fget(self)  # type: ignore[attr-defined]
         bases = torch.cat([arguments["bases"], shared.pointers])
         return {**arguments, "bases": bases}
@@ -183,9 +183,7 @@ FAULTS: dict[str, _Fault] = {
     ),
     "gather: counter one short": _kernels(_GATHER, ("piece, blocks):", "piece, blocks - 1):")),
     "scatter: no wait": _kernels(_SCATTER, (_AWAIT_SOURCE + "piece)", "pass")),
-    "scatter: signal before store": _kernels(
-        _SCATTER, *_swapped(_PRODUCE_TILES, _PRODUCE_SIGNAL)
-    ),
+    "scatter: signal before store": _kernels(_SCATTER, *_swapped(_PRODUCE_TILES, _PRODUCE_SIGNAL)),
     "scatter: no counter": _kernels(
         _SCATTER, ("if count_in(counters + segment, programs):", "if program == programs - 1:")
     ),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fusedcomm as fc
 from fusedcomm import rendezvous
@@ -65,6 +66,12 @@ def assert_told(seen: Seen, error: str, *words: str) -> None:
     assert seen.after.startswith("ClosedError") and seen.message in seen.after, seen
 
 
+def renew(pool: RankPool, how: str) -> None:
+    """Where a collective of torch was begun by some ranks only, its group is of no use any more."""
+    if how == "a plain operation":
+        pool.restart()
+
+
 # Between calls
 
 
@@ -106,7 +113,9 @@ def abort_from_a_thread(rank: int, how: str, aborting: int) -> Seen:
 @pytest.mark.parametrize("aborting", [0, 1])
 @pytest.mark.parametrize("how", WAYS_TO_WAIT)
 def test_abort_from_another_thread(pools: Pools, how: str, aborting: int) -> None:
-    results = pools(3).run(abort_from_a_thread, how, aborting, timeout_s=30)
+    pool = pools(3)
+    results = pool.run(abort_from_a_thread, how, aborting, timeout_s=30)
+    renew(pool, how)
     for rank in (0, 2):
         assert_told(results[rank], "AbortedError", REASON, f"rank {aborting}")
     assert results[1].error in ("ClosedError", "AbortedError")
@@ -131,7 +140,9 @@ def close_from_a_thread(rank: int, how: str) -> tuple[Seen, float]:
 
 @pytest.mark.parametrize("how", WAYS_TO_WAIT)
 def test_close_from_another_thread_ends_a_wait(pools: Pools, how: str) -> None:
-    results = pools(2).run(close_from_a_thread, how, timeout_s=30)
+    pool = pools(2)
+    results = pool.run(close_from_a_thread, how, timeout_s=30)
+    renew(pool, how)
     seen, took = results[0]
     assert seen.error == "ClosedError" and "closed" in seen.message, seen
     assert took < LIMIT_S
@@ -219,11 +230,10 @@ def interrupt_a_wait(rank: int, how: str) -> Seen | None:
             with pytest.raises(KeyboardInterrupt):
                 wait_for_all(comm, how)
             signal.signal(signal.SIGUSR2, previous)
-        elif rank == 0:
-            time.sleep(0.5)
-            seen = see(comm, partial(wait_for_all, comm, how))
         else:
-            seen = see(comm, partial(wait_for_all, comm, how))
+            if rank == 0:
+                time.sleep(0.5)
+            seen = see(comm, lambda: [wait_for_all(comm, how) for _ in range(2)])
     with fc.Communicator.of() as comm:
         assert_works(comm)
     return seen
@@ -231,7 +241,9 @@ def interrupt_a_wait(rank: int, how: str) -> Seen | None:
 
 @pytest.mark.parametrize("how", WAYS_TO_WAIT)
 def test_a_wait_that_is_interrupted(pools: Pools, how: str) -> None:
-    results = pools(3).run(interrupt_a_wait, how, timeout_s=30)
+    pool = pools(3)
+    results = pool.run(interrupt_a_wait, how, timeout_s=30)
+    renew(pool, how)
     for rank in (0, 2):
         assert_told(results[rank], "AbortedError", "rank 1", "KeyboardInterrupt", REASON)
 
@@ -282,6 +294,7 @@ def short_of_memory(rank: int, how: str) -> Seen | str:
     with fc.Communicator.of() as comm:
         if how == "growth":
             call("all_gather_linear", comm)
+        comm.barrier()
         work = partial(wait_for_all, comm, how)
         if rank == 1:
             with limit(resource.RLIMIT_FSIZE, 2048):
@@ -304,6 +317,7 @@ def test_out_of_shared_memory(pools: Pools, how: str) -> None:
 def short_of_memory_at_once(rank: int) -> Seen:
     """The rank that lacks memory closes at once: the others may find only its closed sockets."""
     with fc.Communicator.of() as comm:
+        comm.barrier()
         if rank == 1:
             with limit(resource.RLIMIT_FSIZE, 2048), pytest.raises(fc.SharedMemoryError) as caught:
                 comm.symmetric_empty(1000)
@@ -321,6 +335,7 @@ def test_the_reason_outlives_the_connection(pools: Pools) -> None:
 
 def short_of_descriptors(rank: int, spare: int) -> Seen:
     with fc.Communicator.of() as comm:
+        call("all_gather_linear", comm)  # torch imports what it needs at the first call
         comm.barrier()
         work = partial(call, "linear_reduce_scatter", comm)
         if rank == 1:
@@ -361,6 +376,7 @@ MAKING = {
 
 def fail_in_making(rank: int, point: str, error: type[BaseException]) -> str:
     """Who finds the fault later than in the making, finds it in the first call."""
+    message = ""
     if rank == 1:
         owner, name, nth = MAKING[point]
         original = owner.__dict__[name]
@@ -368,15 +384,13 @@ def fail_in_making(rank: int, point: str, error: type[BaseException]) -> str:
         with pytest.raises(error):
             fc.Communicator.of()
         setattr(owner, name, original)
-        message = ""
     else:
-        start = time.monotonic()
-        with pytest.raises((fc.PeerLostError, fc.AbortedError)) as caught:
-            fc.Communicator.of().barrier()
-        assert time.monotonic() - start < LIMIT_S
+        with pytest.raises(fc.AbortedError) as caught:
+            fc.Communicator.of(timeout_s=20).barrier()
         message = str(caught.value)
         for comm in fc.Communicator.live():
             comm.close()
+    dist.barrier()  # rank 1 does not try again before the others were told
     with fc.Communicator.of(timeout_s=20) as comm:
         assert_works(comm)
     return message
@@ -388,7 +402,8 @@ def test_a_communicator_that_one_rank_cannot_make(
     pools: Pools, point: str, error: type[BaseException]
 ) -> None:
     results = pools(3).run(fail_in_making, point, error, timeout_s=60)
-    assert "rank 1" in results[0] and "rank 1" in results[2]
+    for rank in (0, 2):
+        assert all(word in results[rank] for word in ("rank 1", error.__name__, REASON))
 
 
 def come_late(rank: int) -> list[str]:

@@ -22,8 +22,8 @@ def all_gather_rows(
     comm: Communicator, op: str, shard: torch.Tensor, bounds: Bounds
 ) -> torch.Tensor:
     """All ranks' rows; shorter shards travel padded."""
-    comm.await_peers(op)
     rows, total = bounds[0][1], bounds[-1][1]
+    comm.await_peers(op, exchanging=rows * shard.shape[1] > 0)
     padded = _padded(shard, rows)
     gathered = shard.new_empty(rows * comm.world_size, shard.shape[1])
     if gathered.numel():
@@ -44,8 +44,8 @@ def reduce_scatter_rows(
     if comm.device.type == "cpu":
         all_reduce_in_place(comm, op, partial)
         return partial[first:last].clone()
-    comm.await_peers(op)
     rows = bounds[0][1]
+    comm.await_peers(op, exchanging=rows * partial.shape[1] > 0)
     padded = _padded(partial, rows * comm.world_size)
     own = partial.new_empty(rows, partial.shape[1])
     if own.numel():
@@ -55,7 +55,7 @@ def reduce_scatter_rows(
 
 def all_reduce_in_place(comm: Communicator, op: str, tensor: torch.Tensor) -> None:
     """Replace ``tensor`` by its sum over the ranks."""
-    comm.await_peers(op)
+    comm.await_peers(op, exchanging=tensor.numel() > 0)
     if tensor.numel():
         comm.finish(op, dist.all_reduce(tensor, group=comm.group, async_op=True))
 

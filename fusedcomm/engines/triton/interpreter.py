@@ -57,16 +57,21 @@ def install() -> None:
         return handle(widened(operand.data), tl.float32) if is_bf16(operand) else operand
 
     def narrow(result: Any) -> Any:
-        if result.data.dtype == np.bool_:  # a comparison, whatever its operands were
-            return handle(result.data, tl.int1)
-        return handle(rounded(result.data), bf16) if result.dtype.scalar == tl.float32 else result
+        floats = result.data.dtype == np.float32
+        return handle(rounded(result.data), bf16) if floats else result
 
     def in_float32(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def compute(self: Any, *operands: Any) -> Any:
-            if not any(map(is_bf16, operands)):
-                return method(self, *operands)
-            return narrow(method(self, *map(wide, operands)))
+            if any(map(is_bf16, operands)):
+                result = narrow(method(self, *map(wide, operands)))
+            else:
+                result = method(self, *operands)
+            if result.data.dtype == np.bool_:
+                # A comparison says that its result is of its operands' type. Then a scalar one, as
+                # a mask, becomes a block of integers, which Triton 3.9 does not take.
+                return handle(result.data, tl.int1)
+            return result
 
         return compute
 

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.triton import interpreter
+from fusedcomm.engines.triton.interpreter import install
 from fusedcomm.kernels import signals
 from fusedcomm.protocol import Space
 from fusedcomm.trace import span
@@ -87,7 +87,7 @@ def launches(comm: Communicator, op: str, space: Space) -> Iterator[Launch]:
     Raises:
         FusedcommError: of a wait in a kernel; see ``Communicator.await_any``.
     """
-    interpreter.install()
+    install()
     launch = Launch(comm, op, space)
     previous, signals.relax = signals.relax, comm.await_any(op)
     try:

@@ -60,8 +60,10 @@ class AddressBook:
         memory, ((offset, _),) = next(self.split(np.array([[address, address + 1]])))
         return None if memory is None else (memory, offset)
 
-    def name_all(self) -> None:
-        """Learn what is called how: workspaces and tensors of the open communicators."""
+    def name_new(self) -> None:
+        """Learn what people call memory: workspaces and tensors of the open communicators."""
+        if self.names.keys() >= set(self._memories):
+            return
         for comm in Communicator.live():
             suffix = f", channel {comm.channel!r}" if comm.channel else ""
             named = [(f"workspace {kind}", w.segments) for kind, w in comm._workspaces.items()]

@@ -17,8 +17,8 @@ the other. What makes order:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -171,12 +171,13 @@ class _Check:
     def _access(self, event: Event, thread: int, clock: np.ndarray) -> None:
         memory = self._memories[event.memory]
         for other, piece in memory.access(event, thread, clock):
-            key = (other.where, other.kind, event.where, event.kind, event.buffer)
-            name = self._names.get(event.memory, event.memory)
-            race = self._found.get(key) or Race(other, event, name, piece, count=0)
-            self._found[key] = Race(
-                race.first, race.second, race.memory, race.range, race.count + 1
-            )
+            lines = frozenset([(other.where, other.kind), (event.where, event.kind)])
+            race = self._found.get(lines)
+            if race is None:
+                name = self._names.get(event.memory, event.memory)
+                self._found[lines] = Race(other, event, name, piece)
+            else:
+                self._found[lines] = replace(race, count=race.count + 1)
 
 
 class _Releases:
@@ -243,13 +244,12 @@ def _rounds(recordings: Sequence[Recording]) -> Iterator[tuple[_Index, list[_Ind
             if event.kind == "count":
                 rounds.setdefault((event.memory, event.ranges[0][0]), []).append((number, index))
             elif KINDS[event.kind][0]:
-                for start, _ in event.ranges[:1]:
-                    yield from _closed([rounds.pop((event.memory, start), [])])
+                yield from _closed([rounds.pop((event.memory, event.ranges[0][0]), [])])
         yield from _closed(rounds.values())
 
 
-def _closed(rounds: object) -> Iterator[tuple[_Index, list[_Index]]]:
-    for counts in list(rounds):  # type: ignore[call-overload]
+def _closed(rounds: Iterable[list[_Index]]) -> Iterator[tuple[_Index, list[_Index]]]:
+    for counts in rounds:
         if counts:
             *others, last = counts
             yield last, others

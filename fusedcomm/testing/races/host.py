@@ -95,6 +95,7 @@ def host_hooks(recorder: Recorder) -> Iterator[None]:
 
     @contextlib.contextmanager
     def watched_collective(self: Communicator, text: str) -> Iterator[None]:
+        recorder.book.name_new()  # before something of it is gone
         with collective(self, text), contextlib.ExitStack() as inside:
             # Within one of torch's custom operations the mode outside of it is not in force.
             if accesses not in _get_current_dispatch_mode_stack():

@@ -31,8 +31,7 @@ def interpreter_hooks(recorder: Recorder) -> Iterator[None]:
     load, store = builder.create_masked_load, builder.create_masked_store
     rmw, enter = builder.create_atomic_rmw, builder.set_grid_idx
     launch, call = executor.__call__, function.__call__
-    adds = interpreter._ir.ATOMIC_OP.ADD
-    semantics = interpreter._ir.MEM_SEMANTIC
+    operations, semantics = interpreter._ir.ATOMIC_OP, interpreter._ir.MEM_SEMANTIC
     awaited: dict[int, int] = {}  # address of a flag -> what is wanted
 
     def note(kind: str, pointers: Any, mask: Any) -> None:
@@ -44,29 +43,24 @@ def interpreter_hooks(recorder: Recorder) -> Iterator[None]:
         if addresses.size:
             recorder.add(kind, merged(addresses, _size(pointers)))
 
-    def note_atomic(pointers: Any, mask: Any, sem: Any, before: Any, after: Any) -> None:
-        """One event for each element; ``after`` is None where nothing was written."""
-        size = _size(pointers)
-        shape = pointers.data.shape
+    def note_atomic(
+        kind: str, pointers: Any, mask: Any, before: np.ndarray, after: np.ndarray | None
+    ) -> None:
+        """One event for each element; ``after`` is None where what was written is not known."""
+        size, shape = _size(pointers), pointers.data.shape
         chosen = np.ones(shape, bool) if mask is None else np.broadcast_to(mask.data, shape)
         for index in np.ndindex(shape):
             if not chosen[index]:
                 continue
-            address = int(pointers.data[index])
+            address, seen = int(pointers.data[index]), int(before[index])
             place = np.array([[address, address + size]])
-            seen = int(before[index])
-            if after is None:
-                wanted = awaited.get(address)
-                if wanted is None or reached(seen, wanted):
-                    recorder.add("acquire", place, value=seen, wanted=wanted)
+            if kind != "acquire":
+                value = None if after is None else int(after[index])
+                recorder.add(kind, place, value=value, before=seen)
                 continue
-            value = int(after[index])
-            if sem == semantics.ACQUIRE_RELEASE:
-                recorder.add("count", place, value=value, before=seen)
-            elif sem == semantics.RELEASE:
-                recorder.add("release", place, value=value, before=seen)
-            else:
-                recorder.add("relaxed", place, value=value, before=seen)
+            wanted = awaited.get(address)
+            if wanted is None or reached(seen, wanted):
+                recorder.add("acquire", place, value=seen, wanted=wanted)
 
     def watched_load(self: Any, pointers: Any, mask: Any, *rest: Any, **more: Any) -> Any:
         note("read", pointers, mask)
@@ -82,12 +76,17 @@ def interpreter_hooks(recorder: Recorder) -> Iterator[None]:
         self: Any, op: Any, pointers: Any, value: Any, mask: Any, sem: Any, *rest: Any
     ) -> Any:
         result = rmw(self, op, pointers, value, mask, sem, *rest)
-        before = result.data
-        after = before + value.data if op == adds else value.data
-        looks = op == adds and not np.any(value.data) and sem != semantics.RELAXED
-        shape = pointers.data.shape
-        after = None if looks else np.broadcast_to(after, shape)
-        note_atomic(pointers, mask, sem, np.broadcast_to(before, shape), after)
+        before, after, kind = result.data, None, "relaxed"
+        if op == operations.XCHG:
+            after = np.broadcast_to(value.data, before.shape)
+            # Of acq_rel the acquiring half would order by luck, as nobody waits for a value.
+            kind = "release" if sem in (semantics.RELEASE, semantics.ACQUIRE_RELEASE) else kind
+        elif op == operations.ADD and not np.any(value.data) and sem != semantics.RELAXED:
+            kind = "acquire"
+        elif op == operations.ADD:
+            after = before + value.data
+            kind = "count" if sem == semantics.ACQUIRE_RELEASE else kind
+        note_atomic(kind, pointers, mask, before, after)
         return result
 
     def watched_cas(self: Any, pointers: Any, compare: Any, value: Any, *rest: Any) -> Any:
@@ -129,15 +128,17 @@ def interpreter_hooks(recorder: Recorder) -> Iterator[None]:
 
         def watched_atomic_load(self: Any, pointers: Any, mask: Any, sem: Any, scope: Any) -> Any:
             result = load(self, pointers, mask, None, None, True)
-            note_atomic(pointers, mask, sem, result.data, None)
+            if sem == semantics.ACQUIRE:
+                note_atomic("acquire", pointers, mask, result.data, None)
             return result
 
         def watched_atomic_store(
             self: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any
         ) -> Any:
             before = load(self, pointers, mask, None, None, True).data
-            after = np.broadcast_to(value.data, pointers.data.shape)
-            note_atomic(pointers, mask, sem, before, after)
+            after = np.broadcast_to(value.data, before.shape)
+            kind = "release" if sem == semantics.RELEASE else "relaxed"
+            note_atomic(kind, pointers, mask, before, after)
             return store(self, pointers, value, mask, None)
 
         more = {

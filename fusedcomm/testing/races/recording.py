@@ -22,7 +22,7 @@ from fusedcomm.testing.races.events import KINDS, Event, Launch, Range, Recordin
 _PACKAGE = Path(fusedcomm.__file__).parent
 #: Through these every access goes, so they do not say where one comes from.
 _PASSED_THROUGH = {"protocol.py", "waiting.py", "signals.py", "shm.py", "contextlib.py"}
-_LIBRARIES = ("torch", "triton", "numpy")
+_LIBRARIES = ("numpy", "torch", "triton")
 
 
 class Recorder:
@@ -138,7 +138,7 @@ def record() -> Iterator[Recording]:
 
             hooks.enter_context(interpreter_hooks(recorder))
         yield recording
-        recorder.book.name_all()
+        recorder.book.name_new()
 
 
 _recording = False
@@ -182,4 +182,5 @@ def _is_plumbing(filename: str) -> bool:
     path = Path(filename)
     if path.name in _PASSED_THROUGH or path.is_relative_to(_PACKAGE / "testing"):
         return True
-    return any(library in path.parts for library in _LIBRARIES) and "site-packages" in path.parts
+    loaded = [sys.modules[name].__file__ for name in _LIBRARIES if name in sys.modules]
+    return any(path.is_relative_to(Path(file).parent) for file in loaded if file)
