@@ -19,7 +19,7 @@ from torch.distributed import Work, distributed_c10d
 
 from fusedcomm import board
 from fusedcomm.board import ControlBlock
-from fusedcomm.errors import ClosedError
+from fusedcomm.errors import ClosedError, FusedcommError
 from fusedcomm.groups import device_of, resolve_group
 from fusedcomm.planning import spaces
 from fusedcomm.protocol import Call, Space, Workspace, exchange
@@ -175,7 +175,7 @@ class Communicator:
         """Wait until every rank has called this."""
         with self.collective("barrier"):
             if not self.shares_memory:
-                self.finish("barrier", dist.barrier(self.group, async_op=True))
+                self.run_torch("barrier", lambda: dist.barrier(self.group, async_op=True))
                 return
             self._barriers = following(self._barriers)
             self._watch.fence()
@@ -287,14 +287,21 @@ class Communicator:
         for peer in self._links.peers:
             self._watch.compare(peer)
 
-    def finish(self, op: str, work: Work | None) -> None:
-        """Within ``collective``: wait for one of torch.distributed, with our own errors."""
-        if work is None:
-            return
-        if self._links.peers and self.device.type == "cpu":
-            self._watch.await_work(work, Awaited(op, self._watch.number, -1, "the collective"))
-        else:
-            work.wait()
+    def run_torch(self, op: str, start: Callable[[], Work | None]) -> None:
+        """Within ``collective``: start one of torch.distributed and wait, with our own errors."""
+        awaited = Awaited(op, self._watch.number, -1, "the collective")
+        try:
+            work = start()
+            if work is None:
+                return
+            if self._links.peers and self.device.type == "cpu":
+                self._watch.await_work(work, awaited)
+            else:
+                work.wait()
+        except RuntimeError as error:
+            if isinstance(error, FusedcommError):
+                raise
+            raise self._watch.explained(error, awaited) from error
 
     def workspace_bytes(self) -> dict[str, dict[str, int]]:
         """Symmetric memory held by this rank: kind of workspace -> bytes of data and of flags."""
@@ -380,4 +387,6 @@ class Communicator:
 
 
 def _private_block() -> ControlBlock:
-    return ControlBlock(Segment.create("control", ControlBlock.size(1)), 1)
+    segment = Segment.create("control", ControlBlock.size(1))
+    segment.release_descriptor()
+    return ControlBlock(segment, 1)

@@ -27,6 +27,7 @@ from fusedcomm.board import ControlBlock
 from fusedcomm.errors import AbortedError, FusedcommError, PeerLostError, PeerTimeoutError
 from fusedcomm.symmetric.links import POLL_S, Links, Listener, open_connection
 from fusedcomm.symmetric.shm import Segment
+from fusedcomm.waiting import failure, state_of
 
 #: Seconds between two looks at the store for a card that is not there yet.
 _STORE_POLL_S = 2e-3
@@ -44,7 +45,8 @@ class Card(NamedTuple):
     failed: str = ""
 
 
-#: Listeners of failed ranks that this process has been told of: a retry waits for a new card.
+#: Listeners of ranks that this process has met, or has been told of that they failed: a retry
+#: waits for a new card.
 _through: set[str] = set()
 
 
@@ -137,9 +139,11 @@ class _Meeting:
                         f"rank {self.rank} was making a communicator, but rank {peer} died"
                     )
             for block in blocks.values():
-                if block.state == board.ABORTED:
-                    raise AbortedError(block.reason)
+                if block.state > board.CLOSED:
+                    raise failure(block)
             self._check_time(missing[0])
+        # Who fails from here on says so in its block.
+        _through.update(card.listener for card in self._cards.values())
         return self._links, blocks
 
     def _post(self, card: Card) -> None:
@@ -246,7 +250,7 @@ class _Meeting:
             self._failed = not told
         if self._own is not None:
             reason = f"rank {self.rank} failed while making a communicator: {error!r}"
-            ControlBlock(self._own, self.world_size).set_state(board.ABORTED, reason)
+            ControlBlock(self._own, self.world_size).set_state(state_of(error), reason)
         self._links.close()
 
     def end(self) -> None:

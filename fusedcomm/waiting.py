@@ -27,12 +27,13 @@ from fusedcomm.errors import (
 from fusedcomm.symmetric.fence import make_fence
 from fusedcomm.symmetric.links import POLL_S, Links
 
-_STATE_OF: dict[type[FusedcommError], int] = {
+_STATE_OF: dict[type[BaseException], int] = {
     PeerLostError: board.LOST,
     PeerTimeoutError: board.TIMED_OUT,
     MismatchError: board.MISMATCHED,
 }
-_ERROR_OF = {state: error for error, state in _STATE_OF.items()}
+_ERROR_OF = {board.LOST: PeerLostError, board.TIMED_OUT: PeerTimeoutError}
+_ERROR_OF |= {board.MISMATCHED: MismatchError}
 
 #: Looks at a flag before the first system call: a few microseconds.
 _SPINS = 64
@@ -41,6 +42,16 @@ _YIELD_S = 2e-3
 _NAP_S = 50e-6
 #: How long after torch.distributed's error a death is looked for.
 _DEATH_S = 2.0
+
+
+def state_of(error: BaseException) -> int:
+    """The state in which an error leaves a rank's control block."""
+    return _STATE_OF.get(type(error), board.ABORTED)
+
+
+def failure(block: board.ControlBlock) -> FusedcommError:
+    """The error that a failed rank's control block stands for, on the others."""
+    return _ERROR_OF.get(block.state, AbortedError)(block.reason)
 
 
 def reached(flag: int, wanted: int) -> bool:
@@ -111,11 +122,9 @@ class Watch:
 
     def fail(self, error: BaseException) -> None:
         """Make the communicator unusable and let the peers' waits raise the same kind of error."""
-        for kind, state in _STATE_OF.items():
-            if type(error) is kind:
-                self._own.set_state(state, str(error))
+        told = isinstance(error, AbortedError) or state_of(error) != board.ABORTED
         reason = f"rank {self.rank} failed in the middle of a call: {error!r}"
-        self._own.set_state(board.ABORTED, str(error) if type(error) is AbortedError else reason)
+        self._own.set_state(state_of(error), str(error) if told else reason)
 
     def close(self) -> None:
         self._own.set_state(board.CLOSED, f"rank {self.rank} closed its communicator")
@@ -167,10 +176,7 @@ class Watch:
         relax = self.relaxer(awaited)
         while not work.is_completed():
             relax()
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._explained(error, awaited) from error
+        work.wait()
 
     def relaxer(self, awaited: Awaited) -> Callable[[], None]:
         """What a wait for something that any peer may owe calls between two looks.
@@ -215,7 +221,7 @@ class Watch:
         for block in blocks.values():
             state = block.state
             if state > board.CLOSED:
-                raise _ERROR_OF.get(state, AbortedError)(block.reason)
+                raise failure(block)
         if gone is not None:
             raise PeerLostError(f"rank {self.rank} waits for {awaited} of {whom}, but {gone}")
         if time.monotonic() - start > self.timeout_s:
@@ -223,11 +229,11 @@ class Watch:
                 f"rank {self.rank} waited {self.timeout_s:g} s for {awaited} of {whom}"
             )
 
-    def _explained(self, error: RuntimeError, awaited: Awaited) -> FusedcommError:
+    def explained(self, error: RuntimeError, awaited: Awaited) -> FusedcommError:
         """Why torch.distributed failed. A dying peer's sockets close before its death shows."""
         start = time.monotonic()
         try:
-            while time.monotonic() < start + _DEATH_S:
+            while self.links.peers and time.monotonic() < start + _DEATH_S:
                 for peer in self.links.peers:
                     self._check(peer, awaited, start, self._gone(peer))
                 time.sleep(POLL_S / 5)

@@ -39,6 +39,9 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
+# Seconds of import that the first custom op would cost every rank anew.
+import torch._dynamo  # noqa: F401
+
 from fusedcomm.testing.launcher import DESCRIPTORS, PACKET
 from fusedcomm.testing.rank import bind_to_parent, serve
 

@@ -111,25 +111,12 @@ def stop() -> None:
 
 def before(owner: Any, name: str, action: Callable[[], object], nth: int = 0) -> None:
     """From now on in this process, ``action()`` runs before the nth call of ``owner.name``."""
-    _wrap(owner, name, action, nth, first=True)
-
-
-def after(owner: Any, name: str, action: Callable[[], object], nth: int = 0) -> None:
-    """From now on in this process, ``action()`` runs after the nth call of ``owner.name``."""
-    _wrap(owner, name, action, nth, first=False)
-
-
-def _wrap(owner: Any, name: str, action: Callable[[], object], nth: int, first: bool) -> None:
     original = getattr(owner, name)
     numbers = count()
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        hit = next(numbers) == nth
-        if hit and first:
+        if next(numbers) == nth:
             action()
-        result = original(*args, **kwargs)
-        if hit and not first:
-            action()
-        return result
+        return original(*args, **kwargs)
 
     setattr(owner, name, wrapper)

@@ -22,7 +22,7 @@ from fusedcomm.symmetric.links import Links
 from fusedcomm.symmetric.shm import Segment
 from fusedcomm.testing import RankPool, disturb
 from fusedcomm.testing.disturb import EVENTS
-from tests.ranks.fault_calls import OPS, Seen, after, before, call, right, see
+from tests.ranks.fault_calls import OPS, Seen, before, call, right, see
 
 Pools = Callable[..., RankPool]
 Record = Callable[[str, object], None]
@@ -202,7 +202,7 @@ def raise_within_plain(rank: int) -> Seen | None:
         work = partial(call, "all_gather_linear", comm, engine="plain")
         if rank != 1:
             return see(comm, work)
-        after(comm, "await_peers", partial(stumble, Stumbled))
+        before(comm, "run_torch", partial(stumble, Stumbled))
         with pytest.raises(Stumbled):
             work()
         return None

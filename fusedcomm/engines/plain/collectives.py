@@ -27,7 +27,7 @@ def all_gather_rows(
     padded = _padded(shard, rows)
     gathered = shard.new_empty(rows * comm.world_size, shard.shape[1])
     if gathered.numel():
-        comm.finish(op, _all_gather(gathered, padded, group=comm.group, async_op=True))
+        comm.run_torch(op, lambda: _all_gather(gathered, padded, group=comm.group, async_op=True))
     # torch.chunk's shards are full but for the last ones, so all padding lies at the end.
     return gathered[:total]
 
@@ -49,7 +49,7 @@ def reduce_scatter_rows(
     padded = _padded(partial, rows * comm.world_size)
     own = partial.new_empty(rows, partial.shape[1])
     if own.numel():
-        comm.finish(op, _reduce_scatter(own, padded, group=comm.group, async_op=True))
+        comm.run_torch(op, lambda: _reduce_scatter(own, padded, group=comm.group, async_op=True))
     return own[: last - first]
 
 
@@ -57,7 +57,7 @@ def all_reduce_in_place(comm: Communicator, op: str, tensor: torch.Tensor) -> No
     """Replace ``tensor`` by its sum over the ranks."""
     comm.await_peers(op, exchanging=tensor.numel() > 0)
     if tensor.numel():
-        comm.finish(op, dist.all_reduce(tensor, group=comm.group, async_op=True))
+        comm.run_torch(op, lambda: dist.all_reduce(tensor, group=comm.group, async_op=True))
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
