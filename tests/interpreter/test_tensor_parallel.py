@@ -18,14 +18,15 @@ CASES = [case for case in matrix("triton") if case.dtype != torch.float64]
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_matrix(pools: Pools, world_size: int) -> None:
-    cases = CASES if world_size == 2 else CASES[world_size % 3 :: 3]
+    # A step is milliseconds in the interpreter: every world size takes its share of the matrix.
+    cases = CASES[world_size - 1 :: 4]
     pools(world_size, TRITON_INTERPRET="1").run(check, cases, timeout_s=150)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_pieces(pools: Pools, world_size: int) -> None:
     plan = {"min_chunk_rows": 1, "one_shot_bytes": 0, "pieces": MAX_PIECES}
-    cases = [case for case in CASES if case.dtype == torch.float32][::4]
+    cases = [case for case in CASES if case.dtype == torch.float32][world_size::8]
     pools(world_size, TRITON_INTERPRET="1").run(check_planned, cases, plan, timeout_s=150)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +31,8 @@ Record = Callable[[str, object], None]
 
 LIMIT_S = 10.0
 REASON = "told on purpose"
+
+_PR_SET_DUMPABLE = 4  # linux/prctl.h
 
 WAYS_TO_WAIT = (
     "an operation",
@@ -361,6 +365,56 @@ def test_out_of_file_descriptors(pools: Pools, spare: int) -> None:
     assert_told(results[1], "SharedMemoryError", "shared memory")
     for rank in (0, 2):
         assert_told(results[rank], "AbortedError", "rank 1", "shared memory")
+
+
+def descriptors_under_way(rank: int) -> None:
+    """The kernel lets a user without privileges have only so many descriptors under way.
+
+    Many ranks that make a communicator at once reach that limit. Here another part of the program
+    does, and what it sent is received a little later.
+    """
+    if rank == 1:
+        libc = ctypes.CDLL(None)
+        os.setresuid(65534, 65534, 65534)
+        assert libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0) == 0  # else /proc/self is root's
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (150, hard))
+    comm = None
+    for make in ("communicator", "workspace"):
+        if rank == 1:
+            sender, receiver = socket.socketpair()
+            socket.send_fds(sender, [b"many"], [0] * 200)
+            with pytest.raises(OSError, match="Too many references"):
+                socket.send_fds(sender, [b"one"], [0])
+            threading.Timer(0.3, receiver.close).start()
+        if make == "communicator":
+            comm = fc.Communicator.of(timeout_s=20)
+        assert comm is not None
+        assert right("all_gather_linear", comm, call("all_gather_linear", comm))
+    assert_works(comm)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user that has nothing open")
+def test_too_many_descriptors_under_way(pools: Pools) -> None:
+    pool = pools(3)
+    try:
+        pool.run(descriptors_under_way, timeout_s=40)
+    finally:
+        pool.restart()
+
+
+def fail_on_one_channel(rank: int) -> Seen:
+    with fc.Communicator.of(channel="a") as a, fc.Communicator.of(channel="b") as b:
+        assert_works(a)
+        assert_works(b)
+        seen = see(a, lambda: call(list(OPS)[rank], a))
+        assert_works(b)
+    return seen
+
+
+def test_a_failure_leaves_other_channels_alone(pools: Pools) -> None:
+    for seen in pools(2).run(fail_on_one_channel, timeout_s=30):
+        assert seen.error == "MismatchError"
 
 
 # As a communicator is made

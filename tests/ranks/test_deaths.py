@@ -27,7 +27,6 @@ from fusedcomm.testing.disturb import EVENTS
 from tests.ranks.fault_calls import (
     OPS,
     Seen,
-    after,
     before,
     call,
     die,
@@ -68,7 +67,7 @@ def assert_lost(seen: Sequence[Seen], victim: int, op: str) -> None:
 # In the middle of a call
 
 
-def die_at(rank: int, form: str, engine: str, event: str, nth: int, victim: int) -> Seen:
+def die_at(rank: int, form: str, event: str, nth: int, victim: int) -> Seen:
     """Two good calls; then some more, in which the victim dies at the event's nth occurrence."""
     comm = fc.Communicator.of()
     for _ in range(2):
@@ -82,9 +81,17 @@ def die_at(rank: int, form: str, engine: str, event: str, nth: int, victim: int)
     return see(comm, calls)
 
 
-@pytest.mark.parametrize(("world_size", "victim", "nth"), [(2, 0, 0), (3, 1, 1), (3, 2, 2)])
-@pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("form", OPS)
+WITHIN = [
+    (form, event, world_size, victim, nth)
+    for form in OPS
+    for event in EVENTS
+    for world_size, victim, nth in ((2, 0, 0), (3, 1, 1), (3, 2, 2))
+    if not (event == "write" and form.endswith("in place"))  # nothing is written there
+    and (nth < 2 or form.endswith("two-shot"))  # the form with the most steps
+]
+
+
+@pytest.mark.parametrize(("form", "event", "world_size", "victim", "nth"), WITHIN)
 def test_death_within_a_call(
     pools: Pools,
     record_property: Callable[[str, object], None],
@@ -94,10 +101,7 @@ def test_death_within_a_call(
     victim: int,
     nth: int,
 ) -> None:
-    if event == "write" and form.endswith("in place"):
-        pytest.skip("nothing is written: it is read in place")
-    pool = pools(world_size)
-    outcomes = pool.outcomes(die_at, form, "host", event, nth, victim, timeout_s=30)
+    outcomes = pools(world_size).outcomes(die_at, form, event, nth, victim, timeout_s=30)
     # In place, what a survivor comes to wait for may be the allocation before the next call.
     op = "rank" if form.endswith("in place") else OPS[form]
     assert_lost(survivors(outcomes, victim, record_property), victim, op)
@@ -283,13 +287,19 @@ def die_in_creation(rank: int, point: str, victim: int, timeout_s: float) -> See
     return seen
 
 
-@pytest.mark.parametrize("point", CREATION)
-@pytest.mark.parametrize("victim", [0, 1, 2])
+MAKING = [
+    (victim, point)
+    for victim in (0, 1, 2)
+    for point in CREATION
+    # The ranks above connect to those below.
+    if victim >= {"before a connection": 1, "before another connection": 2}.get(point, 0)
+]
+
+
+@pytest.mark.parametrize(("victim", "point"), MAKING)
 def test_death_in_the_making_of_a_communicator(
     pools: Pools, record_property: Callable[[str, object], None], victim: int, point: str
 ) -> None:
-    if victim < {"before a connection": 1, "before another connection": 2}.get(point, 0):
-        pytest.skip("this rank makes fewer connections: those above it connect to it")
     outcomes = pools(3).outcomes(die_in_creation, point, victim, 12.0, timeout_s=20)
     for one in survivors(outcomes, victim, record_property):
         assert one.error == "PeerLostError", one
@@ -427,3 +437,23 @@ def test_two_deaths(pools: Pools) -> None:
         seen = outcomes[rank].value
         assert seen.error == "PeerLostError", seen
         assert "rank 1 died" in seen.message or "rank 2 died" in seen.message
+
+
+def lose_one_of_another_group(rank: int) -> Seen | None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    comm = fc.Communicator.of(pairs[rank // 2])
+    comm.barrier()
+    if rank == 3:
+        die()
+    seen = see(comm, lambda: [call("linear_reduce_scatter", comm) for _ in range(200)])
+    if rank < 2:
+        time.sleep(0.2)
+        assert right("all_gather_linear", comm, call("all_gather_linear", comm))
+    return seen
+
+
+def test_death_in_another_group_is_no_fault(pools: Pools) -> None:
+    outcomes = pools(4).outcomes(lose_one_of_another_group, timeout_s=30)
+    assert outcomes[0].value.error == outcomes[1].value.error == ""
+    # Ranks are numbered within the group.
+    assert_lost([outcomes[2].value], 1, "linear_reduce_scatter")
