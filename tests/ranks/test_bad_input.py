@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fusedcomm as fc
-from fusedcomm.testing import RankPool
+from tests.conftest import Pools
 from tests.ranks.fault_calls import OPS, call, right
 
-Pools = Callable[..., RankPool]
 ones = torch.ones
 
 LINEAR: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {

@@ -6,65 +6,32 @@ else to do; the times are recorded (``--junitxml``).
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import fusedcomm as fc
-from fusedcomm import rendezvous, waiting
+from fusedcomm import waiting
 from fusedcomm.symmetric.links import Links
 from fusedcomm.symmetric.shm import Segment
-from fusedcomm.testing import Outcome, RankPool, disturb
+from fusedcomm.testing import disturb
 from fusedcomm.testing.disturb import EVENTS
+from tests.conftest import Pools
 from tests.ranks.fault_calls import (
     OPS,
+    Record,
     Seen,
+    assert_lost,
     before,
     call,
     die,
-    open_files,
     right,
     see,
-    stop,
+    survivors,
 )
-
-Pools = Callable[..., RankPool]
-
-LIMIT_S = 10.0
-
-
-def survivors(
-    outcomes: Sequence[Outcome], victim: int, record: Callable[[str, object], None]
-) -> list[Seen]:
-    """What the other ranks saw of the victim's death, which they must have done in time."""
-    assert outcomes[victim].fate == "died", outcomes[victim]
-    seen = []
-    for outcome in outcomes:
-        if outcome.rank != victim:
-            assert outcome.fate == "returned", f"{outcome.summary}\n{outcome.details}"
-            seen.append(outcome.value)
-    took = max(one.at_ns - outcomes[victim].at_ns for one in seen) / 1e9
-    record("noticed_s", round(took, 3))
-    assert took < LIMIT_S
-    return seen
-
-
-def assert_lost(seen: Sequence[Seen], victim: int, op: str) -> None:
-    for one in seen:
-        assert one.error == "PeerLostError", one
-        assert f"rank {victim}" in one.message and op in one.message, one
-        assert one.after.startswith("ClosedError") and one.message in one.after, one
-
-
-# In the middle of a call
 
 
 def die_at(rank: int, form: str, event: str, nth: int, victim: int) -> Seen:
@@ -94,7 +61,7 @@ WITHIN = [
 @pytest.mark.parametrize(("form", "event", "world_size", "victim", "nth"), WITHIN)
 def test_death_within_a_call(
     pools: Pools,
-    record_property: Callable[[str, object], None],
+    record_property: Record,
     form: str,
     event: str,
     world_size: int,
@@ -105,9 +72,6 @@ def test_death_within_a_call(
     # In place, what a survivor comes to wait for may be the allocation before the next call.
     op = "rank" if form.endswith("in place") else OPS[form]
     assert_lost(survivors(outcomes, victim, record_property), victim, op)
-
-
-# Between calls
 
 
 def die_before(rank: int, form: str, engine: str, good_calls: int, victim: int) -> Seen:
@@ -131,7 +95,7 @@ def die_before(rank: int, form: str, engine: str, good_calls: int, victim: int) 
 )
 def test_death_between_calls(
     pools: Pools,
-    record_property: Callable[[str, object], None],
+    record_property: Record,
     form: str,
     good_calls: int,
     engine: str,
@@ -158,7 +122,7 @@ def die_in_gloo(rank: int, form: str, point: str, victim: int) -> Seen:
     "form", ["all_gather_linear", "linear_reduce_scatter", "linear_all_reduce, two-shot"]
 )
 def test_death_within_a_plain_call(
-    pools: Pools, record_property: Callable[[str, object], None], form: str, point: str
+    pools: Pools, record_property: Record, form: str, point: str
 ) -> None:
     outcomes = pools(3).outcomes(die_in_gloo, form, point, 1, timeout_s=30)
     assert_lost(survivors(outcomes, 1, record_property), 1, OPS[form])
@@ -179,14 +143,9 @@ def die_in_backward(rank: int, event: str, victim: int) -> Seen:
 
 
 @pytest.mark.parametrize("event", ["begin", "signal", "consumed"])
-def test_death_within_a_backward_pass(
-    pools: Pools, record_property: Callable[[str, object], None], event: str
-) -> None:
+def test_death_within_a_backward_pass(pools: Pools, record_property: Record, event: str) -> None:
     outcomes = pools(3).outcomes(die_in_backward, event, 2, timeout_s=30)
     assert_lost(survivors(outcomes, 2, record_property), 2, "linear_reduce_scatter")
-
-
-# In collectives without slots
 
 
 def die_at_barrier(rank: int, where: str, victim: int) -> Seen:
@@ -206,9 +165,7 @@ def die_at_barrier(rank: int, where: str, victim: int) -> Seen:
 
 
 @pytest.mark.parametrize("where", ["before", "within"])
-def test_death_at_a_barrier(
-    pools: Pools, record_property: Callable[[str, object], None], where: str
-) -> None:
+def test_death_at_a_barrier(pools: Pools, record_property: Record, where: str) -> None:
     outcomes = pools(3).outcomes(die_at_barrier, where, 0, timeout_s=30)
     assert_lost(survivors(outcomes, 0, record_property), 0, "barrier")
 
@@ -242,7 +199,7 @@ def die_in_allocation(rank: int, what: str, point: str, victim: int) -> Seen:
 @pytest.mark.parametrize("point", ALLOCATION)
 @pytest.mark.parametrize("what", ["symmetric_empty", "growth"])
 def test_death_in_an_allocation(
-    pools: Pools, record_property: Callable[[str, object], None], what: str, point: str
+    pools: Pools, record_property: Record, what: str, point: str
 ) -> None:
     outcomes = pools(3).outcomes(die_in_allocation, what, point, 1, timeout_s=30)
     op = "symmetric" if what == "symmetric_empty" else "all_gather_linear"
@@ -252,174 +209,6 @@ def test_death_in_an_allocation(
         assert {one.error for one in seen} == {"PeerLostError"}
     else:
         assert_lost(seen, 1, op)
-
-
-# As a communicator is made
-
-CREATION = {
-    "after its card": (rendezvous._Meeting, "_read_card", 0),
-    "before a connection": (rendezvous, "open_connection", 0),
-    "before another connection": (rendezvous, "open_connection", 1),
-    "before it sends its block": (Links, "send", 0),
-    "between two sends": (Links, "send", 1),
-    "before it receives a block": (Links, "receive", 0),
-    "before it maps a block": (Segment, "attach", 1),
-}
-UNSEEN = {
-    "before all": (rendezvous._Meeting, "on_one_machine", 0),
-    "before its card": (rendezvous._Meeting, "run", 0),
-}
-
-
-def die_in_creation(rank: int, point: str, victim: int, timeout_s: float) -> Seen:
-    descriptors = open_files()
-    if rank == victim:
-        owner, name, nth = {**CREATION, **UNSEEN}[point]
-        before(owner, name, die, nth)
-    try:
-        comm = fc.Communicator.of(timeout_s=timeout_s)
-        comm.barrier()
-    except fc.FusedcommError as error:
-        seen = Seen(type(error).__name__, str(error), time.monotonic_ns(), "")
-    for open_one in fc.Communicator.live():
-        open_one.close()
-    assert open_files() == descriptors, (descriptors, open_files())
-    return seen
-
-
-MAKING = [
-    (victim, point)
-    for victim in (0, 1, 2)
-    for point in CREATION
-    # The ranks above connect to those below.
-    if victim >= {"before a connection": 1, "before another connection": 2}.get(point, 0)
-]
-
-
-@pytest.mark.parametrize(("victim", "point"), MAKING)
-def test_death_in_the_making_of_a_communicator(
-    pools: Pools, record_property: Callable[[str, object], None], victim: int, point: str
-) -> None:
-    outcomes = pools(3).outcomes(die_in_creation, point, victim, 12.0, timeout_s=20)
-    for one in survivors(outcomes, victim, record_property):
-        assert one.error == "PeerLostError", one
-        assert f"rank {victim}" in one.message, one
-
-
-@pytest.mark.parametrize("point", UNSEEN)
-def test_death_before_a_rank_is_known_is_a_timeout(
-    pools: Pools, record_property: Callable[[str, object], None], point: str
-) -> None:
-    """Of a rank that never came, not even that it died can be known: the time limit holds."""
-    outcomes = pools(3).outcomes(die_in_creation, point, 1, 1.0, timeout_s=30)
-    for one in survivors(outcomes, 1, record_property):
-        assert one.error == "PeerTimeoutError", one
-        assert "rank 1" in one.message and "communicator" in one.message, one
-
-
-# Alive, but silent
-
-
-def stop_within(rank: int, form: str, engine: str, victim: int) -> tuple[Seen, float]:
-    comm = fc.Communicator.of(timeout_s=1.0)
-    pids: list[Any] = [None] * comm.world_size
-    dist.all_gather_object(pids, os.getpid())
-    call(form, comm, engine=engine)
-    start = time.monotonic()
-
-    def calls() -> None:
-        if engine == "plain":
-            if rank == victim:
-                before(fc.Communicator, "run_torch", stop)
-            for _ in range(2):  # torch may still complete the first when this rank goes on
-                call(form, comm, engine=engine)
-            return
-        with disturb(victim, "signal", stop, nth=0):
-            for _ in range(5):
-                call(form, comm)
-
-    seen = see(comm, calls)
-    took = time.monotonic() - start
-    os.kill(pids[victim], 18)  # SIGCONT
-    comm.close()
-    return seen, took
-
-
-@pytest.mark.parametrize("engine", ["host", "plain"])
-@pytest.mark.parametrize("form", ["all_gather_linear", "linear_all_reduce, two-shot"])
-def test_a_stopped_rank_is_a_timeout(pools: Pools, form: str, engine: str) -> None:
-    results = pools(3).run(stop_within, form, engine, 1, timeout_s=30)
-    for rank in (0, 2):
-        seen, took = results[rank]
-        assert seen.error == "PeerTimeoutError"
-        assert OPS[form] in seen.message
-        assert "rank 0 waited 1 s" in seen.message or "rank 2 waited 1 s" in seen.message
-        if engine == "host":
-            assert "epoch" in seen.message and "of rank 1" in seen.message
-        else:  # who is missing in torch's collective is not known: none must be blamed
-            assert "of rank 0" not in seen.message and "of rank 2" not in seen.message
-        assert 1.0 <= took < 1.0 + LIMIT_S
-    assert results[1][0].error == "PeerTimeoutError"  # it went on, and was told
-
-
-# Leaving
-
-
-def leave(rank: int, how: str, form: str) -> Seen:
-    """Rank 1 does its part of a call and goes; the others come to it late, and go on."""
-    comm = fc.Communicator.of()
-    call(form, comm)
-    if rank == 1:
-        call(form, comm)
-        if how == "close":
-            comm.close()
-        elif how == "exit":
-            sys.exit(0)
-        elif how == "kill":
-            die()
-        return Seen("", "", 0, "")
-    # The signal is sent, the answer not yet looked at: rank 1 is gone by then.
-    before(waiting.Watch, "wait", partial(time.sleep, 0.5), 1 if "scatter" in form else 2)
-    y = call(form, comm)
-    assert right(form, comm, y)
-    seen = see(comm, lambda: [call(form, comm) for _ in range(3)])
-    comm.close()
-    return seen
-
-
-@pytest.mark.parametrize("how", ["close", "exit", "kill"])
-@pytest.mark.parametrize(
-    "form", ["all_gather_linear", "linear_reduce_scatter", "linear_all_reduce, one-shot"]
-)
-def test_who_did_its_part_and_left_is_no_fault_until_it_is_missed(
-    pools: Pools, form: str, how: str
-) -> None:
-    outcomes = pools(2).outcomes(leave, how, form, timeout_s=30)
-    assert outcomes[0].fate == "returned", outcomes[0].details
-    assert_lost([outcomes[0].value], 1, OPS[form])
-    words = "closed its communicator" if how == "close" else "died"
-    assert words in outcomes[0].value.message
-
-
-def leave_a_child(rank: int, victim: int) -> Seen:
-    """A forked child holds all its parent's descriptors, as a data loader's worker does."""
-    comm = fc.Communicator.of()
-    call("all_gather_linear", comm)
-    if rank == victim:
-        if os.fork() == 0:
-            time.sleep(6)
-            os._exit(0)
-        die()
-    grow = partial(call, "all_gather_linear", comm, scale=10000)  # waits at a socket
-    return see(comm, grow if rank == 0 else lambda: call("linear_reduce_scatter", comm))
-
-
-def test_death_is_noticed_though_a_child_lives_on(
-    pools: Pools, record_property: Callable[[str, object], None]
-) -> None:
-    outcomes = pools(2).outcomes(leave_a_child, 1, timeout_s=30)
-    assert_lost(survivors(outcomes, 1, record_property), 1, "all_gather_linear")
-    assert outcomes[0].value.at_ns - outcomes[1].at_ns < 5e9  # before the child ended
 
 
 def lose_two(rank: int) -> Seen:

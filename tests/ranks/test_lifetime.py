@@ -1,19 +1,13 @@
-"""What a communicator takes it gives back: descriptors, mappings, sockets, memory, processes."""
+"""What a communicator takes it gives back: descriptors, mappings, sockets, memory."""
 
 from __future__ import annotations
 
 import gc
 import os
-import random
 import re
-import resource
-import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +16,16 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm as fc
-from fusedcomm import rendezvous
-from fusedcomm.testing import RankPool
-from tests.ranks.fault_calls import OPS, Seen, call, die, open_files, right, see
-
-Pools = Callable[..., RankPool]
-
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 10.0
-
-
-def mappings() -> list[int]:
-    """Sizes in bytes of the shared memory that this process maps."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    spans = [line.split()[0].split("-") for line in lines if "memfd:fusedcomm" in line]
-    return sorted(int(stop, 16) - int(start, 16) for start, stop in spans)
-
-
-def held() -> tuple[list[str], list[int]]:
-    gc.collect()
-    return open_files(), mappings()
+from tests.conftest import Pools
+from tests.ranks.fault_calls import (
+    OPS,
+    call,
+    die,
+    held,
+    mappings,
+    right,
+    see,
+)
 
 
 def private_bytes() -> int:
@@ -60,9 +44,6 @@ def sockets_of_this_process() -> set[str]:
 
 def _is_open(descriptor: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{descriptor}")
-
-
-# Descriptors, mappings, memory
 
 
 def close_all(rank: int) -> None:
@@ -140,21 +121,6 @@ def test_many_communicators_and_calls_leave_nothing(pools: Pools) -> None:
             assert more < 1 << 20, (what, more)  # 10 KB for each communicator
 
 
-def close_at_once(rank: int, cycles: int) -> None:
-    """A rank is done with one communicator, and at the next, while others still make the first."""
-    generator = random.Random(rank)
-    for _ in range(cycles):
-        time.sleep(generator.choice([0.0, 0.0, 1e-3, 5e-3]))
-        fc.Communicator.of(timeout_s=20).close()
-    with fc.Communicator.of(timeout_s=20) as comm:
-        for form in OPS:
-            assert right(form, comm, call(form, comm))
-
-
-def test_communicators_that_are_closed_at_once(pools: Pools) -> None:
-    pools(3).run(close_at_once, 40, timeout_s=60)
-
-
 def fail_and_close(rank: int, how: str) -> tuple[Any, ...]:
     before = held()
     error, names = _fail(rank, how)
@@ -202,31 +168,6 @@ def test_a_failure_leaves_nothing_behind(pools: Pools, how: str) -> None:
     assert not [entry for entry in os.listdir("/dev/shm") if "fusedcomm" in entry]
 
 
-def work_among_many_files(rank: int) -> None:
-    """Descriptors above 1023, which select() cannot wait for."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1200)]
-    try:
-        with fc.Communicator.of() as comm:
-            for form in OPS:
-                assert right(form, comm, call(form, comm))
-            assert right("linear_all_reduce", comm, call("linear_all_reduce", comm, engine="plain"))
-    finally:
-        for file in files:
-            os.close(file)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_more_than_1024_files(pools: Pools) -> None:
-    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 1500:
-        pytest.skip("this machine allows fewer than 1500 open files")
-    pools(2).run(work_among_many_files)
-
-
-# Closed, forked, replaced
-
-
 def use_after_close(rank: int) -> dict[str, str]:
     x, weight = torch.ones(4, 8, requires_grad=True), torch.ones(6, 8, requires_grad=True)
     comm = fc.Communicator.of()
@@ -263,6 +204,24 @@ def test_use_after_close(pools: Pools) -> None:
     for found in pools(2).run(use_after_close, timeout_s=40):
         for name, what in found.items():
             assert re.match(r"ClosedError: this communicator was closed.*of\(group", what), name
+
+
+def backward_elsewhere(rank: int) -> None:
+    """A backward pass may run in a thread that the communicator does not belong to."""
+    x, weight = torch.ones(4, 8, requires_grad=True), torch.ones(6, 8, requires_grad=True)
+    with fc.Communicator.of() as comm:
+        for _ in range(5):
+            loss = fc.all_gather_linear(x, weight, group=comm).sum()
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        assert x.grad is not None and weight.grad is not None
+        assert (x.grad == 5 * 6 * comm.world_size).all()
+        assert (weight.grad == 5 * 4 * comm.world_size).all()
+
+
+def test_backward_in_another_thread(pools: Pools) -> None:
+    pools(2).run(backward_elsewhere)
 
 
 def fork_within(rank: int) -> list[int]:
@@ -319,153 +278,3 @@ def test_another_group_of_the_same_name(pools: Pools, tmp_path: Path) -> None:
         pool.run(replace_the_default_group, str(tmp_path / "store"), timeout_s=40)
     finally:
         pool.restart()
-
-
-def lose_the_store(rank: int) -> Seen:
-    """The store that the group was made with lives in rank 0, as it does without torchrun."""
-    port = [0]
-    if rank == 0:
-        master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = [master.port]
-    dist.broadcast_object_list(port)
-    limit = timedelta(seconds=20)
-    store = master if rank == 0 else dist.TCPStore("127.0.0.1", port[0], timeout=limit)
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=limit)
-    comm = fc.Communicator.of()
-    comm.barrier()
-    if rank == 0:
-        time.sleep(0.2)
-        die()
-    start = time.monotonic()
-    while time.monotonic() < start + LIMIT_S:
-        try:
-            fc.Communicator.of(channel="another").barrier()
-        except fc.PeerLostError as error:
-            return Seen("PeerLostError", str(error), time.monotonic_ns(), "")
-    raise AssertionError("rank 0 was not missed")
-
-
-def test_the_rank_that_holds_the_store_dies(
-    pools: Pools, record_property: Callable[[str, object], None]
-) -> None:
-    outcomes = pools(3).outcomes(lose_the_store, timeout_s=40)
-    for rank in (1, 2):
-        assert outcomes[rank].fate == "returned", outcomes[rank].details
-        took = (outcomes[rank].value.at_ns - outcomes[0].at_ns) / 1e9
-        record_property("noticed_s", round(took, 3))
-        assert took < LIMIT_S
-
-
-# Ranks that do not share memory
-
-
-def live_apart(rank: int, victim: int | None) -> Seen:
-    """As if every rank were in a process namespace, or on a machine, of its own."""
-    rendezvous.machine_identity = lambda: f"machine {rank}"
-    before = held()
-    seen = _work_apart(rank, victim)
-    assert held() == before or victim is not None
-    return seen
-
-
-def _work_apart(rank: int, victim: int | None) -> Seen:
-    with fc.Communicator.of(timeout_s=20) as comm:
-        assert not comm.shares_memory
-        with pytest.warns(UserWarning, match="without overlap: the group's ranks do not share"):
-            assert right("all_gather_linear", comm, call("all_gather_linear", comm))
-        for use in (
-            lambda: call("all_gather_linear", comm, engine="host"),
-            lambda: comm.symmetric_empty(3),
-            lambda: comm.reserve("all_gather_linear", (8, 8)),
-        ):
-            with pytest.raises(ValueError, match="share"):
-                use()
-        comm.barrier()
-        if rank == victim:
-            die()
-        work = partial(call, "all_gather_linear", comm, engine="plain")
-        return see(comm, lambda: [work() for _ in range(3)])
-
-
-def test_ranks_that_share_no_memory(pools: Pools) -> None:
-    pool = pools(2)
-    assert [seen.error for seen in pool.run(live_apart, None, timeout_s=40)] == ["", ""]
-    pool.restart()
-    outcomes = pool.outcomes(live_apart, 1, timeout_s=40)
-    assert outcomes[0].fate == "returned", outcomes[0].details
-    seen = outcomes[0].value
-    assert seen.error == "PeerLostError" and "all_gather_linear" in seen.message, seen
-    assert (seen.at_ns - outcomes[1].at_ns) / 1e9 < LIMIT_S
-
-
-# Ctrl-C
-
-
-def wait_alone(rank: int) -> None:
-    """Rank 0 waits at a barrier for the others, who wait for nothing."""
-    comm = fc.Communicator.of()
-    comm.barrier()
-    os.write(1, b"ready\n")  # in one piece: all ranks write to one pipe
-    if rank == 0:
-        comm.barrier()
-    time.sleep(600)
-
-
-PROGRAMS = {
-    "run_ranks": (
-        "from fusedcomm.testing import run_ranks\n"
-        "from tests.ranks.test_lifetime import wait_alone\n"
-        "run_ranks(wait_alone, 3, timeout_s=600)"
-    ),
-    "bench": (
-        "import sys\nfrom fusedcomm.cli.main import main\n"
-        "sys.exit(main(['bench', 'tensor_parallel', '--quick', '--ranks', '2']))"
-    ),
-}
-
-
-def family(session: int) -> dict[int, str]:
-    """The processes of a session that still run: pid and command line."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                line = Path(f"/proc/{entry}/cmdline").read_text().replace("\0", " ")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if stat[0] != "Z" and int(stat[3]) == session:
-                found[int(entry)] = line
-    return found
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_ctrl_c_leaves_no_process(name: str) -> None:
-    program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAMS[name]],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert program.stdout is not None
-        if name == "run_ranks":
-            for _ in range(3):
-                assert program.stdout.readline() == "ready\n"
-        else:
-            limit = time.monotonic() + 60
-            while len(family(program.pid)) < 3:
-                assert program.poll() is None and time.monotonic() < limit
-                time.sleep(0.05)
-            time.sleep(0.5)
-        os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to the foreground group
-        program.communicate(timeout=30)
-        assert program.returncode != 0
-        assert family(program.pid) == {}
-    finally:
-        for pid in family(program.pid):
-            os.kill(pid, signal.SIGKILL)

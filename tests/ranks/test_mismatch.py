@@ -17,12 +17,9 @@ import pytest
 import torch
 
 import fusedcomm as fc
-from fusedcomm.testing import RankPool
-from tests.ranks.fault_calls import Seen, call, right, see
+from tests.conftest import Pools
+from tests.ranks.fault_calls import LIMIT_S, Record, Seen, call, right, see
 
-Pools = Callable[..., RankPool]
-
-LIMIT_S = 10.0
 WARM = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce, one-shot")
 T, K, N = 12, 8, 6  # tokens, features, outputs; T is cut evenly over 2 and 3 ranks
 
@@ -240,7 +237,7 @@ def disagree(rank: int, name: str, engine: str | None, warm: bool) -> Seen:
 )
 def test_disagreement_names_both_views(
     pools: Pools,
-    record_property: Callable[[str, object], None],
+    record_property: Record,
     name: str,
     engine: str | None,
     warm: bool,

@@ -48,19 +48,27 @@ def test_a_reason_is_kept_as_far_as_there_is_space(reason: str) -> None:
     assert block.words[ControlBlock.barrier_index(0)] == 0
 
 
-def test_reasons_of_two_threads_do_not_mix() -> None:
-    for _ in range(50):
-        block = make()
-        reasons = [letter * 1500 for letter in "abcd"]
-        threads = [
-            threading.Thread(target=block.set_state, args=(board.ABORTED, reason))
-            for reason in reasons
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert block.reason in reasons
+def test_a_state_that_one_thread_enters_stays_whatever_another_does() -> None:
+    """The second comes in the middle of the first: while its reason is being written."""
+    block = make()
+    put_text, seen = block._put_text, []
+
+    def fail_too() -> None:
+        block.set_state(board.LOST, "second")
+        seen.append((block.state, block.reason))
+
+    other = threading.Thread(target=fail_too)
+
+    def slow_put_text(start: int, text: str, space: int) -> None:
+        if text == "first":
+            other.start()
+            other.join(0.2)
+        put_text(start, text, space)
+
+    block._put_text = slow_put_text  # type: ignore[method-assign]
+    block.set_state(board.ABORTED, "first")
+    other.join()
+    assert seen == [(block.state, block.reason)]
 
 
 # Boards

@@ -97,8 +97,11 @@ def add_in_order(
         parts: tensors of one shape ``[rows, features]`` and dtype; a single one may be returned.
         bias: ``[features]`` or None.
     """
-    if len(parts) == 1 and bias is None:
-        return parts[0].to(dtype)
+    if bias is None and all(part.dtype == dtype for part in parts):
+        if len(parts) == 1:
+            return parts[0]
+        if len(parts) == 2:
+            return parts[0] + parts[1]  # float32 inside, rounded once
     rows, features = parts[0].shape
     result = torch.empty(rows, features, dtype=dtype)
     wide = torch.promote_types(dtype, torch.float32)
