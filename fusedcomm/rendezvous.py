@@ -100,6 +100,7 @@ class _Meeting:
         self._cards: dict[int, Card] = {}
         self._card = Card(f"none-{secrets.token_hex(8)}", os.getpid())
         self._failed = False
+        self._unsent: set[int] = set()
 
     def on_one_machine(self) -> bool:
         """Whether all ranks can share memory. This part of the store's entries is never deleted."""
@@ -122,7 +123,9 @@ class _Meeting:
         self._card = Card(listener.name, os.getpid())
         self._post(self._card)
         pause = _STORE_POLL_S
-        while missing := [rank for rank in range(self.world_size) if rank not in blocks]:
+        while missing := [
+            rank for rank in range(self.world_size) if rank not in blocks or rank in self._unsent
+        ]:
             for peer in missing:
                 self._read_card(peer)
                 if peer < self.rank and not self._links.connected(peer):
@@ -132,6 +135,8 @@ class _Meeting:
             else:
                 pause = min(2 * pause, POLL_S)
             self._accept(listener, blocks)
+            for peer in list(self._unsent):
+                self._send(peer)
             for peer in missing:
                 self._receive(peer, blocks)
                 if peer not in blocks and not self._links.alive(peer):
@@ -209,8 +214,10 @@ class _Meeting:
 
     def _send(self, peer: int) -> None:
         assert self._own is not None
+        self._unsent.discard(peer)
         try:
-            self._links.send(peer, b"control", self._own.descriptor)
+            if not self._links.send(peer, b"control", self._own.descriptor):
+                self._unsent.add(peer)
         except ConnectionError:
             self._links.drop(peer)
 

@@ -256,11 +256,14 @@ class Watch:
 
     def send(self, peer: int, payload: bytes, descriptor: int, awaited: Awaited) -> None:
         """Send a message and a descriptor to ``peer``, with the errors of ``wait``."""
+        start = time.monotonic()
         try:
-            self.links.send(peer, payload, descriptor)
+            while not self.links.send(peer, payload, descriptor):
+                self._check(peer, awaited, start, self._gone(peer))
+                time.sleep(_NAP_S)
         except ConnectionError as error:
             gone = self._gone(peer) or f"rank {peer} is gone ({error})"
-            self._check(peer, awaited, time.monotonic(), gone)
+            self._check(peer, awaited, start, gone)
             raise
 
     def forget(self) -> None:

@@ -9,6 +9,7 @@ A held connection would not do: a child that the peer forked may hold its end op
 from __future__ import annotations
 
 import array
+import errno
 import os
 import secrets
 import select
@@ -121,16 +122,26 @@ class Links:
             return False
         return True
 
-    def send(self, peer: int, payload: bytes, descriptor: int) -> None:
+    def send(self, peer: int, payload: bytes, descriptor: int) -> bool:
         """Send a message and a file descriptor; the peer receives its own copy of it.
+
+        Returns:
+            False if this user has as many descriptors under way as the kernel allows: nothing was
+            sent, and may be once others have received theirs.
 
         Raises:
             ConnectionError: the peer is gone.
         """
         rights = array.array("i", [descriptor])
-        self._socket(peer).sendmsg(
-            [payload], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], socket.MSG_NOSIGNAL
-        )
+        try:
+            self._socket(peer).sendmsg(
+                [payload], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], socket.MSG_NOSIGNAL
+            )
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:
+                return False
+            raise
+        return True
 
     def pending(self, peer: int, timeout_s: float) -> bool:
         """Whether a message of ``peer`` (or its end) is there, waiting up to ``timeout_s``."""
