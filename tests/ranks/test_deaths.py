@@ -52,9 +52,10 @@ WITHIN = [
     (form, event, world_size, victim, nth)
     for form in OPS
     for event in EVENTS
-    for world_size, victim, nth in ((2, 0, 0), (3, 1, 1), (3, 2, 2))
+    for world_size, victim, nth in ((3, 1, 1), (2, 0, 0), (3, 2, 2))
     if not (event == "write" and form.endswith("in place"))  # nothing is written there
-    and (nth < 2 or form.endswith("two-shot"))  # the form with the most steps
+    and (nth != 0 or not form.endswith(("in place", "chunked")))  # the steps of the others
+    and (nth != 2 or form.endswith("two-shot"))  # the form with the most steps
 ]
 
 
