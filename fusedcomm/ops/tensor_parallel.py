@@ -12,7 +12,7 @@ where a rank is gone, late or failed; ``ClosedError`` on a communicator that is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +92,7 @@ def all_gather_linear(
     rows, rest = _to_rows(x, dim)
     keep = return_gathered or save_gathered
     present, biased = _present(biases)
-    outputs = library.all_gather_linear(
+    outputs = _direct(library.all_gather_linear, rows, *weights, *present)(
         rows,
         weights,
         present,
@@ -141,7 +141,7 @@ def linear_reduce_scatter(
     dim = check_scattered(x, scatter_dim)
     address = _address(group)
     rows, rest = _to_rows(x, dim)
-    y = library.linear_reduce_scatter(
+    y = _direct(library.linear_reduce_scatter, rows, weight, bias)(
         rows,
         weight,
         bias,
@@ -185,7 +185,7 @@ def linear_all_reduce(
     check_wire_dtype(x, wire_dtype)
     address = _address(group)
     rows = _flat(x)
-    y = library.linear_all_reduce(
+    y = _direct(library.linear_all_reduce, rows, weight, bias)(
         [rows], [weight], bias, wire_dtype, address.group, address.channel, engine
     )
     return y.reshape(*x.shape[:-1], weight.shape[0])
@@ -217,6 +217,25 @@ def replicated_linear(
     )
     shaped = tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys)
     return shaped if several else shaped[0]
+
+
+def _direct(op: Any, *tensors: Tensor | None) -> Callable[..., Any]:
+    """The function behind a custom op where dispatching it would change nothing, else the op.
+
+    Dispatch costs as much as a whole exchange of a decoding step. It is needed for gradients, for
+    tracing and other modes, and for subclasses of tensors.
+    """
+    differentiated = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if differentiated and tensor.requires_grad:
+            return op
+        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+            return op
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return op
+    return op if torch._C._functorch.peek_interpreter_stack() is not None else op._init_fn
 
 
 def _listed(weight: Weights, bias: Biases) -> tuple[list[Tensor], list[Tensor | None], bool]:

@@ -13,6 +13,9 @@ import torch
 
 from fusedcomm.errors import SharedMemoryError
 
+#: Tensors kept for the next call of the same shape: making one costs as much as a flag's round.
+_VIEWS = 256
+
 
 class Segment:
     """``size`` bytes of zeroed memory, mapped into this process and, by descriptor, into peers."""
@@ -26,6 +29,7 @@ class Segment:
             )
         self.size = size
         self._fd = fd
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
         self.bytes = memoryview(self._memory.numpy())  # type: ignore[arg-type]
         #: The memory as int32 words, for flags: one load or store each, never torn.
         self.words = self.bytes.cast("i")
@@ -85,7 +89,15 @@ class Segment:
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over the bytes from ``offset``; it keeps the mapping alive."""
-        count = dtype.itemsize
-        for extent in shape:
-            count *= extent
-        return self._memory[offset : offset + count].view(dtype).view(shape)
+        key = (offset, shape, dtype)
+        found = self._views.get(key)
+        if found is None:
+            count = dtype.itemsize
+            for extent in shape:
+                count *= extent
+            with torch.inference_mode(False):
+                found = self._memory[offset : offset + count].view(dtype).view(shape)
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            self._views[key] = found
+        return found

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ import fusedcomm as fc
 from tests.conftest import Pools
 from tests.ranks.fault_calls import (
     OPS,
+    assert_works,
+    before,
     call,
     die,
     held,
     mappings,
+    refusal,
     right,
     see,
 )
@@ -204,6 +208,25 @@ def test_use_after_close(pools: Pools) -> None:
     for found in pools(2).run(use_after_close, timeout_s=40):
         for name, what in found.items():
             assert re.match(r"ClosedError: this communicator was closed.*of\(group", what), name
+
+
+def reopen_while_closing(rank: int) -> None:
+    """One thread is still closing it when another has seen that it is closed."""
+    comm = fc.Communicator.of()
+    before(comm._links, "close", partial(time.sleep, 0.3))
+    thread = threading.Thread(target=comm.close)
+    thread.start()
+    while not refusal(comm):
+        time.sleep(0)
+    with fc.Communicator.of() as again:
+        assert again is not comm
+        assert_works(again)
+        thread.join()
+        assert fc.Communicator.of() is again
+
+
+def test_a_closing_communicator_is_not_handed_out(pools: Pools) -> None:
+    pools(1).run(reopen_while_closing)
 
 
 def backward_elsewhere(rank: int) -> None:
