@@ -2,7 +2,8 @@
 
 The functions, arguments and results are those of ``engines.host.tensor_parallel``. This engine
 serves any device and any distance, and is what the overlapped engines are compared with. What its
-sums promise (order, rounding) is what torch.distributed's backend promises.
+sums promise (order, rounding) is what torch.distributed's backend promises. Ranks that share no
+memory have no boards to compare: where they disagree, torch.distributed decides how that shows.
 """
 
 from __future__ import annotations
