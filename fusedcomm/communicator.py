@@ -100,8 +100,9 @@ class Communicator:
             making = _making[key]
         with making:  # One lock a key: threads may make theirs in another order on every rank.
             cached = _cache.get(key)
-            if cached is not None and cached.group is not resolved:
-                # The group was destroyed and another took its name.
+            if cached is not None and (cached._closed or cached.group is not resolved):
+                # It is being closed by a thread, or its group was destroyed and another took the
+                # name.
                 cached.close()
                 cached = None
             if cached is None:
@@ -121,9 +122,9 @@ class Communicator:
         """
         key = (group_name, channel)
         cached = _cache.get(key)
-        if cached is not None:
+        if cached is not None and not cached._closed:
             return cached
-        if key in _closed:
+        if cached is not None or key in _closed:
             raise ClosedError(_CLOSED_TEXT)
         group = distributed_c10d._resolve_process_group(distributed_c10d.GroupName(group_name))
         return Communicator.of(group, channel=channel)
