@@ -1,5 +1,8 @@
 """Tensor-parallel and expert-parallel layers whose communication hides behind their GEMMs."""
 
+import importlib
+from types import ModuleType
+
 from fusedcomm import errors, nn, parallel
 from fusedcomm.communicator import Communicator
 from fusedcomm.errors import (
@@ -41,3 +44,10 @@ __all__ = [
     "replicated_linear",
     "trace",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """``fusedcomm.testing`` is imported when it is first used: programs do without it."""
+    if name == "testing":
+        return importlib.import_module("fusedcomm.testing")
+    raise AttributeError(f"module 'fusedcomm' has no attribute {name!r}")
