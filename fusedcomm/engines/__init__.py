@@ -6,6 +6,11 @@ import importlib
 from types import ModuleType
 
 
-def tensor_parallel_of(engine: str) -> ModuleType:
-    """The tensor-parallel operations of "triton", "host" or "plain", imported when first used."""
-    return importlib.import_module(f"fusedcomm.engines.{engine}.tensor_parallel")
+def operations_of(engine: str, family: str) -> ModuleType:
+    """A family of operations on one engine, imported when it is first used.
+
+    Args:
+        engine: "triton", "host" or "plain".
+        family: a file name in ``ops``: "tensor_parallel".
+    """
+    return importlib.import_module(f"fusedcomm.engines.{engine}.{family}")

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.ops import library
 from fusedcomm.ops.checks import (
     check_engine,
     check_linear,
@@ -27,6 +26,7 @@ from fusedcomm.ops.checks import (
     check_shard,
     check_wire_dtype,
 )
+from fusedcomm.ops.library import tensor_parallel as library
 
 Weights = Tensor | Sequence[Tensor]
 Biases = Tensor | None | Sequence[Tensor | None]

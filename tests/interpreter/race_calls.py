@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import fusedcomm as fc
-from fusedcomm import planning
-from fusedcomm.ops import library
+from fusedcomm.ops.library import tensor_parallel as library
+from fusedcomm.planning import tensor_parallel as planning
 from fusedcomm.protocol import Workspace
 from fusedcomm.schedule import shard_bounds
 from fusedcomm.testing.races.recording import replaced

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import fusedcomm as fc
-from fusedcomm import planning
-from fusedcomm.ops import library
+from fusedcomm.ops.library import tensor_parallel as library
+from fusedcomm.planning import tensor_parallel as planning
 from tests.ranks.cases import Case, Local, Problem, call, expected
 
 #: The most pieces that a chunk is cut into by these tests.

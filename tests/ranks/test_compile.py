@@ -123,7 +123,7 @@ def check_operators(rank: int) -> None:
     w = comm.world_size
     x, big = torch.randn(3, 4, requires_grad=True), torch.randn(3 * w, 4, requires_grad=True)
     weight, bias = torch.randn(5, 4, requires_grad=True), torch.randn(5, requires_grad=True)
-    library: Any = fc.ops.library
+    library: Any = fc.ops.library.tensor_parallel
     checked = (
         (library.all_gather_linear, (x, [weight, weight], [bias], 3 * w, 1, 2, True, *where)),
         (library.linear_reduce_scatter, (big, weight, bias, None, 3 * w, 1, *where)),

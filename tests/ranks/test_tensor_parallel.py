@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm as fc
-from fusedcomm import planning, protocol
+from fusedcomm import protocol
+from fusedcomm.planning import tensor_parallel as planning
 from fusedcomm.testing import straggler
 from tests.conftest import Pools
 from tests.ranks.cases import CUTS_TOKENS, OPS, ROW, Case, Problem, call, expected

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fusedcomm as fc
-from fusedcomm import planning
-from fusedcomm.planning import MIN_CHUNK_ROWS, ONE_SHOT_BYTES, Plan, plan, spaces
+from fusedcomm.planning import spaces
+from fusedcomm.planning.tensor_parallel import MIN_CHUNK_ROWS, ONE_SHOT_BYTES, Plan, plan
 from fusedcomm.schedule import scaled_bounds
 
 CPU = torch.device("cpu")
@@ -198,4 +198,4 @@ def test_shapes_that_are_none(shape: tuple[int, ...]) -> None:
 
 def test_operations_that_are_none() -> None:
     with pytest.raises(ValueError, match="knows no operation 'matmul'"):
-        planning.spaces("matmul", (4, 4), 2, torch.float32, False)
+        spaces("matmul", (4, 4), 2, torch.float32, False)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.planning import gather_space
+from fusedcomm.planning.tensor_parallel import gather_space
 from fusedcomm.schedule import piece_bounds, successors
 from fusedcomm.trace import span
 

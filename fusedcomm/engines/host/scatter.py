@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.planning import scatter_space
+from fusedcomm.planning.tensor_parallel import scatter_space
 from fusedcomm.schedule import piece_bounds, reduce_order
 from fusedcomm.trace import span
 

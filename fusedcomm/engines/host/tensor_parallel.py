@@ -20,7 +20,7 @@ from fusedcomm.communicator import Communicator
 from fusedcomm.engines.host.gather import describe, gather
 from fusedcomm.engines.host.scatter import add_in_order, reduce_scatter
 from fusedcomm.engines.products import add_linears, linear_into, sum_of_linears
-from fusedcomm.planning import Plan, one_shot_space
+from fusedcomm.planning.tensor_parallel import Plan, one_shot_space
 from fusedcomm.schedule import successors
 from fusedcomm.trace import span
 

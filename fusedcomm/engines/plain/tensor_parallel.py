@@ -17,7 +17,7 @@ from fusedcomm.engines.plain.collectives import (
     all_reduce_in_place,
     reduce_scatter_rows,
 )
-from fusedcomm.planning import Plan
+from fusedcomm.planning.tensor_parallel import Plan
 from fusedcomm.trace import span
 
 Tensor = torch.Tensor

@@ -15,7 +15,7 @@ from fusedcomm.engines.triton.launch import DTYPES, Launch, launches
 from fusedcomm.kernels import all_gather_linear as gather_kernels
 from fusedcomm.kernels import linear_all_reduce as all_reduce_kernels
 from fusedcomm.kernels import linear_reduce_scatter as scatter_kernels
-from fusedcomm.planning import Plan, scatter_space
+from fusedcomm.planning.tensor_parallel import Plan, scatter_space
 from fusedcomm.protocol import Space
 
 Bounds = list[tuple[int, int]]

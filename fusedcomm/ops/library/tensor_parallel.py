@@ -30,8 +30,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines import tensor_parallel_of
-from fusedcomm.planning import Plan, plan
+from fusedcomm.engines import operations_of
+from fusedcomm.planning.tensor_parallel import Plan, plan
 from fusedcomm.schedule import scaled_bounds
 
 
@@ -67,7 +67,7 @@ def _decide(
         engine=engine,
     )
     bounds = scaled_bounds(size, comm.world_size, inner)
-    return _Run(comm, chosen, bounds, tensor_parallel_of(chosen.engine))
+    return _Run(comm, chosen, bounds, operations_of(chosen.engine, "tensor_parallel"))
 
 
 def _own_rows(group: str, channel: str, size: int, inner: int) -> int:

@@ -1,20 +1,15 @@
-"""Which engine and which chunking an operation uses, and why.
-
-Decided only from facts that are equal on all ranks: global shape, dtype, world size, device kind,
-whether the group shares memory. So every rank comes to the same answer without asking.
-"""
+"""Which chunking the tensor-parallel operations use, and the memory it takes."""
 
 from __future__ import annotations
 
 import math
-import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from fusedcomm.planning.engine import choose_engine
 from fusedcomm.protocol import Space
 from fusedcomm.schedule import scaled_bounds
 from fusedcomm.trace import record_plan
@@ -24,7 +19,7 @@ if TYPE_CHECKING:
 
 Bounds = list[tuple[int, int]]
 
-ENGINES = ("auto", "triton", "host", "plain")
+OPS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
 
 #: Rows of a rank's chunk from which the GEMM is cut by chunks. Below, the weight's traffic, paid
 #: once per chunk, costs more than waiting for all the chunks.
@@ -77,7 +72,7 @@ def plan(
     Raises:
         ValueError: the engine that was asked for cannot serve this group or device.
     """
-    chosen, reason = _choose_engine(comm, device, dtype, engine)
+    chosen, reason = choose_engine(comm, device, dtype, engine)
     bounds = scaled_bounds(size, comm.world_size, inner)
     rows = bounds[0][1]
     chunked = chosen == "triton" or (chosen == "host" and is_chunked(bounds))
@@ -107,41 +102,6 @@ def is_one_shot(bounds: Bounds, row_bytes: int) -> bool:
     return not is_chunked(bounds) and bounds[-1][1] * row_bytes <= ONE_SHOT_BYTES
 
 
-def _choose_engine(
-    comm: Communicator, device: torch.device, dtype: torch.dtype, engine: str
-) -> tuple[str, str]:
-    if engine == "plain":
-        return "plain", "the plain engine was asked for"
-    obstacle = _obstacle(comm, device, dtype, engine)
-    if obstacle is None and engine != "auto":
-        return engine, f"the {engine} engine was asked for"
-    if obstacle is None:
-        return "host", "CPU tensors of ranks that share memory"
-    if engine != "auto":
-        raise ValueError(f'engine="{engine}" cannot serve this call: {obstacle}')
-    warnings.warn(f"fusedcomm runs without overlap: {obstacle}", stacklevel=2)
-    return "plain", obstacle
-
-
-def _obstacle(
-    comm: Communicator, device: torch.device, dtype: torch.dtype, engine: str
-) -> str | None:
-    """Why an overlapped engine cannot serve; ``auto`` means the host engine."""
-    if not comm.shares_memory:
-        return "the group's ranks do not share memory (several machines)"
-    if device.type != "cpu":
-        return f"the overlapped engines serve CPU tensors so far, not {device.type}"
-    if engine == "triton":
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            return (
-                "CPU tensors run its kernels in Triton's interpreter: set TRITON_INTERPRET=1 "
-                "before Python starts"
-            )
-        if dtype == torch.float64:
-            return "its kernels take float32, float16 and bfloat16"
-    return None
-
-
 def gather_space(bounds: Bounds, row_bytes: int, pieces: int = 1) -> Space:
     """Every rank offers its chunk in its own memory."""
     return Space("gather", 1, bounds[0][1] * row_bytes, pieces)
@@ -160,7 +120,7 @@ def one_shot_space(rows: int, row_bytes: int) -> Space:
 def spaces(
     op: str, shape: Sequence[int], world_size: int, dtype: torch.dtype, backward: bool
 ) -> list[Space]:
-    """The memory that calls of ``op`` on this global shape take; see ``Communicator.reserve``."""
+    """The memory that calls of ``op``, one of ``OPS``, on this global shape take."""
     if len(shape) < 2 or min(shape) < 0:
         raise ValueError(f"a global shape is [tokens, …, features]; got {list(shape)}")
     *tokens, features = shape
@@ -180,4 +140,4 @@ def spaces(
         if is_one_shot(bounds, row_bytes):
             return [one_shot]
         return [scatter_space(bounds, row_bytes), gather_space(bounds, row_bytes), one_shot]
-    raise ValueError(f"reserve knows no operation {op!r}")
+    raise AssertionError(op)

@@ -1,0 +1,1 @@
+"""The operations as torch custom ops, one file per family: shapes for tracing, and gradients."""
