@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 import tempfile
 from importlib import resources
@@ -27,17 +28,27 @@ from fusedcomm.planning import ENGINES
 
 PROMPT = "What is a tensor? Answer in two sentences."
 
+#: Sizes that are not given. With the Triton engine, which interprets the device code on CPU ranks,
+#: a layer takes about a second.
+DEFAULTS = {"layers": SMOLLM2.layers, "tokens": 64, "prefill": 1000}
+INTERPRETED_DEFAULTS = {"layers": 2, "tokens": 8, "prefill": 24}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``python -m fusedcomm demo``."""
     add = parser.add_argument
     add("--random", action="store_true", help="random weights of the same shape: needs no model")
     add("--ranks", type=int, default=3, metavar="N", help="number of processes (3)")
-    add("--tokens", type=int, default=64, metavar="N", help="tokens to generate (64)")
+    add("--tokens", type=int, metavar="N", help="tokens to generate (64; with triton 8)")
     add("--prompt", default=PROMPT, metavar="TEXT", help=f'what to answer ("{PROMPT}")')
-    add("--prefill", type=int, default=1000, metavar="N", help="tokens of the real text (1000)")
-    add("--layers", type=int, default=SMOLLM2.layers, metavar="N", help="use the first N layers")
-    add("--engine", choices=ENGINES, default="auto", help="of the overlapped ops (auto)")
+    add("--prefill", type=int, metavar="N", help="tokens of the real text (1000; with triton 24)")
+    add("--layers", type=int, metavar="N", help="use the first N layers (all; with triton 2)")
+    add(
+        "--engine",
+        choices=ENGINES,
+        default="auto",
+        help="of the overlapped ops (auto); triton interprets the device code, which is slow",
+    )
     add("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="for files (out/demo)")
 
 
@@ -63,7 +74,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raises ``ValueError`` for what the machine or the model does not allow; makes ``--out``."""
+    """Fills in sizes that were not given, and makes ``--out``.
+
+    Raises ``ValueError`` for what the machine or the model does not allow.
+    """
+    for name, size in (INTERPRETED_DEFAULTS if interprets(args) else DEFAULTS).items():
+        if getattr(args, name) is None:
+            setattr(args, name, size)
     if not sys.platform.startswith("linux"):
         raise ValueError("The demo needs Linux; elsewhere, run it in a container or in WSL.")
     legal = legal_ranks(SMOLLM2)
@@ -86,6 +103,11 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--out {args.out}: {error.strerror}.") from error
 
 
+def interprets(args: argparse.Namespace) -> bool:
+    """Whether the ranks run device code in Triton's interpreter."""
+    return bool(args.engine == "triton")
+
+
 def _run(args: argparse.Namespace, report: Report) -> int:
     report.stage("drawing random weights" if args.random else "loading SmolLM2-135M-Instruct")
     model: Reference = RandomModel(args.layers) if args.random else PretrainedModel(args.layers)
@@ -106,7 +128,10 @@ def _run(args: argparse.Namespace, report: Report) -> int:
             engine=args.engine,
             trace_file=args.out / "prefill.json",
             picture=args.out / "prefill.png" if _installed("matplotlib") else None,
+            timed=not interprets(args),
         )
+        if interprets(args):
+            os.environ["TRITON_INTERPRET"] = "1"  # read where ranks import Triton
         report.stage(f"starting {args.ranks} rank{'s' * (args.ranks > 1)}")
         listener = Listener(report, model, job, args.prompt, expected)
         outcomes = launch(work, args.ranks, job, on_event=listener)

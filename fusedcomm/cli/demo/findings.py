@@ -112,10 +112,15 @@ class Listener:
 def conclude(report: Report, job: Job, outcomes: list[Outcome], expected: list[int]) -> int:
     """Shows times, files and the verdict; the demo's exit code, 0 or 1."""
     report.line()
-    _show_times(outcomes, len(job.text))
-    report.line("Decoding, q, k, v, gate, up need no communication: each rank has the token.")
+    if job.timed:
+        _show_times(outcomes, len(job.text))
+        report.line("Decoding, q, k, v, gate, up need no communication: each rank has the token.")
+    else:
+        report.line(
+            "The device code ran in Triton's interpreter; its times say nothing of a GPU's."
+        )
     cores, ranks = len(os.sched_getaffinity(0)), len(outcomes)
-    if cores < ranks:
+    if job.timed and cores < ranks:
         report.line(
             f"{ranks} ranks share {cores} core{'s' * (cores > 1)} here: while one waits, another "
             "computes. With a core for each, the ratios say more of the overlap."

@@ -25,6 +25,7 @@ class Job:
 
     ``file`` is torch.save's of ``{"weights": …, "logits": …}``: the whole model, and the unsharded
     model's logits of ``text`` [len(text), vocabulary]. The ranks delete it once all have opened it.
+    ``timed`` asks for times of the projections, which the interpreter's would say nothing about.
     """
 
     config: LlamaConfig
@@ -36,6 +37,7 @@ class Job:
     engine: str
     trace_file: Path
     picture: Path | None
+    timed: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,10 @@ def work(rank: int, emit: Emit, job: Job) -> Outcome:
         error = _relative_error(logits, whole["logits"][:, columns])
 
         emit(("error", error))
-        emit(("stage", "time"))
-        timings = time_projections(model, len(job.text), job.engine, emit)
+        timings: list[Timing] = []
+        if job.timed:
+            emit(("stage", "time"))
+            timings = time_projections(model, len(job.text), job.engine, emit)
 
         emit(("stage", "trace"))
         with fc.trace() as trace:
