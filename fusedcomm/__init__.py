@@ -20,6 +20,7 @@ from fusedcomm.ops.tensor_parallel import (
     linear_reduce_scatter,
     replicated_linear,
 )
+from fusedcomm.ops.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.trace import trace
 
@@ -43,6 +44,8 @@ __all__ = [
     "parallel",
     "replicated_linear",
     "trace",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_embedding",
 ]
 
 

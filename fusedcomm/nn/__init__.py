@@ -5,6 +5,7 @@ from fusedcomm.nn.linear import ColumnParallelLinear, RowParallelLinear
 from fusedcomm.nn.mlp import GatedMLP
 from fusedcomm.nn.router import Router, Routing
 from fusedcomm.nn.state import full_state_dict, load_full_state_dict
+from fusedcomm.nn.vocabulary import VocabParallelEmbedding, VocabParallelHead
 
 __all__ = [
     "ColumnParallelLinear",
@@ -12,6 +13,8 @@ __all__ = [
     "Router",
     "Routing",
     "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
     "expert_counts",
     "full_state_dict",
     "load_balancing_loss",

@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedcomm.communicator import Communicator
+from fusedcomm.nn.sharded import ShardedModule, local
 from fusedcomm.ops.tensor_parallel import (
     all_gather_linear,
     linear_all_reduce,
     linear_reduce_scatter,
     replicated_linear,
 )
-from fusedcomm.schedule import shard_bounds
 
 LAYOUTS = ("sharded", "replicated")
 
@@ -44,12 +43,8 @@ def check_layout(name: str, layout: str) -> str:
     return layout
 
 
-class _ParallelLinear(nn.Module):
-    """What the two layers share: a weight cut along ``weight_dim``, its state and its creation."""
-
-    #: Parameter name -> the dimension it is cut along; a parameter not named is replicated.
-    shard_dims: dict[str, int]
-    _weight_dim: int
+class _ParallelLinear(ShardedModule):
+    """What the two layers share: their parameters' creation."""
 
     def __init__(
         self,
@@ -58,24 +53,20 @@ class _ParallelLinear(nn.Module):
         bias: bool = True,
         *,
         group: Any = None,
+        unit: int = 1,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.comm = group if isinstance(group, Communicator) else Communicator.of(group)
+        super().__init__(group, unit)
         self.in_features = in_features
         self.out_features = out_features
-        shape = [out_features, in_features]
-        start, stop = self._bounds(shape[self._weight_dim])
-        shape[self._weight_dim] = stop - start
         factory = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.empty(shape, **factory))
-        bias_size = shape[0] if "bias" in self.shard_dims else out_features
-        self.bias = nn.Parameter(torch.empty(bias_size, **factory)) if bias else None
+        self.weight = nn.Parameter(torch.empty(self.own_shape("weight"), **factory))
+        self.bias = nn.Parameter(torch.empty(self.own_shape("bias"), **factory)) if bias else None
         self.reset_parameters()
 
-    def _bounds(self, total: int) -> tuple[int, int]:
-        return shard_bounds(total, self.comm.world_size)[self.comm.rank]
+    def full_shape(self, name: str) -> list[int]:
+        return [self.out_features, self.in_features] if name == "weight" else [self.out_features]
 
     def reset_parameters(self) -> None:
         """Draw weight and bias as ``nn.Linear`` does, from the full layer's fan-in.
@@ -88,37 +79,32 @@ class _ParallelLinear(nn.Module):
             full = torch.empty(self.out_features, self.in_features, **like)
             if full.numel():
                 nn.init.kaiming_uniform_(full, a=math.sqrt(5))
-            self._load("weight", full)
+            self.load_part("weight", full)
             if self.bias is not None:
                 bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
                 full = torch.empty(self.out_features, **like).uniform_(-bound, bound)
-                self._load("bias", full)
+                self.load_part("bias", full)
 
-    def _load(self, name: str, full: Tensor) -> None:
-        """Fill a parameter with this rank's shard of the full tensor."""
-        dim = self.shard_dims.get(name)
-        if dim is not None:
-            start, stop = self._bounds(full.shape[dim])
-            full = full.narrow(dim, start, stop - start)
-        getattr(self, name).copy_(full)
+    def local_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as plain tensors: this rank's parts."""
+        return local(self.weight), None if self.bias is None else local(self.bias)
 
     @classmethod
     def _like(cls, linear: nn.Linear, group: Any, **options: Any) -> Any:
         """A layer that holds this rank's shards of an existing one."""
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            group=group,
-            device="meta",
-            dtype=linear.weight.dtype,
-            **options,
-        ).to_empty(device=linear.weight.device)
-        with torch.no_grad():
-            for name, parameter in linear.named_parameters():
-                layer._load(name, parameter)
-                getattr(layer, name).requires_grad_(parameter.requires_grad)
-        return layer.train(linear.training)
+        return (
+            cls(
+                linear.in_features,
+                linear.out_features,
+                linear.bias is not None,
+                group=group,
+                device="meta",
+                dtype=linear.weight.dtype,
+                **options,
+            )
+            .to_empty(device=linear.weight.device)
+            .adopt(linear)
+        )
 
     def extra_repr(self) -> str:
         return (
@@ -136,10 +122,10 @@ class ColumnParallelLinear(_ParallelLinear):
         group: the ranks; see ``fusedcomm.ops.tensor_parallel``.
         input_layout: "sharded": x is this rank's tokens ``[T/W, …, in]``, gathered beside the
             product; "replicated": x is all tokens, and only the gradient communicates.
+        unit: output features are cut in multiples of this (the size of an attention head, say).
     """
 
     shard_dims = {"weight": 0, "bias": 0}
-    _weight_dim = 0
 
     def __init__(
         self,
@@ -149,18 +135,21 @@ class ColumnParallelLinear(_ParallelLinear):
         *,
         group: Any = None,
         input_layout: str = "sharded",
+        unit: int = 1,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.input_layout = check_layout("input_layout", input_layout)
-        super().__init__(in_features, out_features, bias, group=group, device=device, dtype=dtype)
+        check_layout("input_layout", input_layout)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(in_features, out_features, bias, group=group, unit=unit, **factory)
+        self.input_layout = input_layout
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, group: Any = None, input_layout: str = "sharded"
+        cls, linear: nn.Linear, *, group: Any = None, input_layout: str = "sharded", unit: int = 1
     ) -> ColumnParallelLinear:
         """This rank's part of an existing layer; parameter names stay."""
-        return cls._like(linear, group, input_layout=input_layout)
+        return cls._like(linear, group, input_layout=input_layout, unit=unit)
 
     def forward(
         self, x: Tensor, *, gather_dim: int = 0, gathered_size: int | None = None
@@ -170,12 +159,13 @@ class ColumnParallelLinear(_ParallelLinear):
         Args:
             gather_dim, gathered_size: see :func:`fusedcomm.all_gather_linear`.
         """
+        weight, bias = self.local_parameters()
         if self.input_layout == "replicated":
-            return replicated_linear(x, self.weight, self.bias, group=self.comm)
+            return replicated_linear(x, weight, bias, group=self.comm)
         return all_gather_linear(
             x,
-            self.weight,
-            self.bias,
+            weight,
+            bias,
             group=self.comm,
             gather_dim=gather_dim,
             gathered_size=gathered_size,
@@ -191,10 +181,10 @@ class RowParallelLinear(_ParallelLinear):
         group: the ranks; see ``fusedcomm.ops.tensor_parallel``.
         output_layout: "sharded": y is this rank's tokens ``[T/W, …, out]``; "replicated": y is all
             tokens, equal on every rank.
+        unit: input features are cut in multiples of this (the size of an attention head, say).
     """
 
     shard_dims = {"weight": 1}
-    _weight_dim = 1
 
     def __init__(
         self,
@@ -204,18 +194,21 @@ class RowParallelLinear(_ParallelLinear):
         *,
         group: Any = None,
         output_layout: str = "sharded",
+        unit: int = 1,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.output_layout = check_layout("output_layout", output_layout)
-        super().__init__(in_features, out_features, bias, group=group, device=device, dtype=dtype)
+        check_layout("output_layout", output_layout)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(in_features, out_features, bias, group=group, unit=unit, **factory)
+        self.output_layout = output_layout
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, group: Any = None, output_layout: str = "sharded"
+        cls, linear: nn.Linear, *, group: Any = None, output_layout: str = "sharded", unit: int = 1
     ) -> RowParallelLinear:
         """This rank's part of an existing layer; parameter names stay."""
-        return cls._like(linear, group, output_layout=output_layout)
+        return cls._like(linear, group, output_layout=output_layout, unit=unit)
 
     def forward(self, x: Tensor, *, scatter_dim: int = 0) -> Tensor:
         """``[…, T, …, in/W]`` to ``[…, T/W, …, out]``, or ``[…, T, …, out]`` where replicated.
@@ -223,8 +216,7 @@ class RowParallelLinear(_ParallelLinear):
         Args:
             scatter_dim: see :func:`fusedcomm.linear_reduce_scatter`.
         """
+        weight, bias = self.local_parameters()
         if self.output_layout == "replicated":
-            return linear_all_reduce(x, self.weight, self.bias, group=self.comm)
-        return linear_reduce_scatter(
-            x, self.weight, self.bias, group=self.comm, scatter_dim=scatter_dim
-        )
+            return linear_all_reduce(x, weight, bias, group=self.comm)
+        return linear_reduce_scatter(x, weight, bias, group=self.comm, scatter_dim=scatter_dim)

@@ -88,7 +88,8 @@ class GatedMLP(nn.Module):
             dim, gathered_size: the cut dimension and T; see :func:`fusedcomm.all_gather_linear`.
         """
         gate, up = self.gate_proj, self.up_proj
-        weights, biases = (gate.weight, up.weight), (gate.bias, up.bias)
+        (w_gate, b_gate), (w_up, b_up) = gate.local_parameters(), up.local_parameters()
+        weights, biases = (w_gate, w_up), (b_gate, b_up)
         if gate.input_layout == "replicated":
             gated, linear = replicated_linear(x, weights, biases, group=gate.comm)
             return self.down_proj(self.activation(gated) * linear)

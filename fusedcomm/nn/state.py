@@ -7,18 +7,17 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from fusedcomm.engines.plain.collectives import all_gather_rows
-from fusedcomm.nn.linear import _ParallelLinear
-from fusedcomm.schedule import shard_bounds
+from fusedcomm.nn.sharded import ShardedModule, as_dtensor, is_dtensor
 
 
-def _owners(module: nn.Module) -> dict[str, tuple[_ParallelLinear, str]]:
-    """Full parameter name -> the parallel layer that holds a shard of it, and its name there."""
+def _owners(module: nn.Module) -> dict[str, tuple[ShardedModule, str]]:
+    """Full parameter name -> the module that holds a shard of it, and its name there."""
     return {
         f"{prefix}.{name}" if prefix else name: (layer, name)
         for prefix, layer in module.named_modules(remove_duplicate=False)
-        if isinstance(layer, _ParallelLinear)
+        if isinstance(layer, ShardedModule)
         for name in layer.shard_dims
-        if getattr(layer, name) is not None
+        if getattr(layer, name, None) is not None
     }
 
 
@@ -38,21 +37,22 @@ def load_full_state_dict(
         RuntimeError: names are missing or unexpected (``strict``).
     """
     owners = _owners(module)
-    local: dict[str, Tensor] = {}
+    held = module.state_dict()
+    parts: dict[str, Tensor] = {}
     for name, full in state.items():
-        local[name] = full
-        if name not in owners:
-            continue
-        layer, short = owners[name]
-        expected = [layer.out_features, layer.in_features][: getattr(layer, short).dim()]
-        if list(full.shape) != expected:
-            raise ValueError(
-                f"{name} has shape {list(full.shape)}, but the whole layer's is {expected}"
-            )
-        dim = layer.shard_dims[short]
-        start, stop = layer._bounds(full.shape[dim])
-        local[name] = full.narrow(dim, start, stop - start)
-    module.load_state_dict(local, strict=strict)
+        parts[name] = full
+        if name in owners:
+            layer, short = owners[name]
+            expected = layer.full_shape(short)
+            if list(full.shape) != expected:
+                raise ValueError(
+                    f"{name} has shape {list(full.shape)}, but the whole layer's is {expected}"
+                )
+            parts[name] = layer.own_part(short, full)
+        like = held.get(name)
+        if like is not None and is_dtensor(like):
+            parts[name] = as_dtensor(parts[name].to(like.device), like)
+    module.load_state_dict(parts, strict=strict)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
@@ -61,21 +61,26 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     Every rank of the groups involved must call it. The tensors are copies, without gradient.
     """
     owners = _owners(module)
-    return {
-        name: _unshard(*owners[name]) if name in owners else value.detach().clone()
-        for name, value in module.state_dict().items()
-    }
+    full: dict[str, Tensor] = {}
+    for name, value in module.state_dict().items():
+        if is_dtensor(value):
+            full[name] = value.full_tensor().detach().clone()
+        elif name in owners:
+            full[name] = _unshard(*owners[name])
+        else:
+            full[name] = value.detach().clone()
+    return full
 
 
-def _unshard(layer: _ParallelLinear, name: str) -> Tensor:
+def _unshard(layer: ShardedModule, name: str) -> Tensor:
     """Gather a parameter's shards, which may be of different sizes."""
     shard, dim, comm = getattr(layer, name).detach(), layer.shard_dims[name], layer.comm
     if comm.world_size == 1:
         return shard.clone()
-    total = [layer.out_features, layer.in_features][dim]
+    shape = layer.full_shape(name)
+    bounds = layer.shards(shape[dim])
     front = shard.movedim(dim, 0)
     rows, rest = front.reshape(front.shape[0], front.shape[1:].numel()), front.shape[1:]
-    with comm.collective(f"full_state_dict {name} {[layer.out_features, layer.in_features]}"):
-        bounds = shard_bounds(total, comm.world_size)
+    with comm.collective(f"full_state_dict {name} {shape}"):
         gathered = all_gather_rows(comm, "full_state_dict", rows, bounds)
-    return gathered.reshape(total, *rest).movedim(0, dim).contiguous()
+    return gathered.reshape(shape[dim], *rest).movedim(0, dim).contiguous()

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines.plain.collectives import all_reduce_in_place
-from fusedcomm.nn.linear import _ParallelLinear
+from fusedcomm.nn.sharded import ShardedModule
 
 
 def sync_replicated(module: nn.Module, group: Any = None) -> list[RemovableHandle]:
@@ -38,7 +38,7 @@ def sync_replicated(module: nn.Module, group: Any = None) -> list[RemovableHandl
     complete = {
         id(parameter)
         for layer in module.modules()
-        if isinstance(layer, _ParallelLinear)
+        if isinstance(layer, ShardedModule)
         for parameter in layer.parameters(recurse=False)
     }
     return [

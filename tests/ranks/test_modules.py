@@ -102,6 +102,26 @@ def check_from_linear_keeps(rank: int) -> None:
         load_full_state_dict(meta, nn.Linear(6, 8).state_dict())
 
 
+def check_units(rank: int) -> None:
+    """Attention heads are not cut through: 5 heads of 4 features on 2 ranks are 3 and 2."""
+    linear = nn.Linear(20, 20)
+    column = ColumnParallelLinear.from_linear(linear, unit=4)
+    row = RowParallelLinear.from_linear(linear, unit=4)
+    own = slice(*((0, 12), (12, 20))[rank])
+    assert torch.equal(column.weight, linear.weight[own])
+    assert torch.equal(column.bias, linear.bias[own])
+    assert torch.equal(row.weight, linear.weight[:, own]) and torch.equal(row.bias, linear.bias)
+    for layer in (column, row):
+        state = full_state_dict(layer)
+        assert all(torch.equal(state[name], full) for name, full in linear.state_dict().items())
+    with pytest.raises(ValueError, match="cannot cut 20 features in multiples of 3"):
+        ColumnParallelLinear(20, 20, unit=3)
+
+
+def test_features_are_cut_in_units(pools: Pools) -> None:
+    pools(2).run(check_units)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_parameters_are_the_chunks_of_a_linear(pools: Pools, world_size: int) -> None:
     pools(world_size).run(check_making)
