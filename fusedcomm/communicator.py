@@ -1,6 +1,7 @@
-"""The communicator: a process group whose ranks share memory.
+"""The communicator: a process group whose ranks share memory, or do in parts.
 
-Making one finds the peers and maps their memory; after that the ranks are all a user needs.
+Making one finds the peers, their topology, and maps their memory; after that the ranks are all a
+user needs.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Work, distributed_c10d
 
-from fusedcomm import board
+from fusedcomm import board, rendezvous
+from fusedcomm.between import Between
 from fusedcomm.board import ControlBlock
 from fusedcomm.errors import ClosedError, FusedcommError
 from fusedcomm.groups import device_of, resolve_group
 from fusedcomm.planning import spaces
 from fusedcomm.protocol import Call, Space, Workspace, exchange
-from fusedcomm.rendezvous import meet
+from fusedcomm.rendezvous import Place, meet
 from fusedcomm.symmetric.links import Links
 from fusedcomm.symmetric.shm import Segment
 from fusedcomm.symmetric.tensor import SymmetricTensor
+from fusedcomm.topology import Topology
+from fusedcomm.topology.declared import Declared, declared_topology
+from fusedcomm.topology.detect import Facts, facts_of, topology_of
 from fusedcomm.waiting import Awaited, Watch, following
 
 #: Seconds a wait may last by default: a peer may be compiling.
@@ -39,6 +44,9 @@ _cache: dict[_Key, Communicator] = {}
 _closed: set[_Key] = set()
 _making: defaultdict[_Key, threading.Lock] = defaultdict(threading.Lock)
 _lock = threading.Lock()
+#: Torch groups between domains, by key and domains, and the group that they belong to. They outlive
+#: their communicators, as the groups that users make do.
+_betweens: dict[tuple[_Key, tuple[tuple[int, ...], ...]], tuple[dist.ProcessGroup, Between]] = {}
 
 
 class Communicator:
@@ -51,34 +59,80 @@ class Communicator:
         rank, world_size: this rank's number in the group, and the group's size.
         device: where this rank's tensors lie.
         channel: the name that tells communicators of one group apart.
-        shares_memory: whether all ranks can address each other; if not, only the ``plain`` engine,
-            torch.distributed's collectives, can serve this group.
+        topology: which ranks can address each other, and over which links.
+        shares_memory: whether all ranks can address each other: the group is a single domain.
+        inside: for engines: the communicator of this rank's own domain, where the group is cut into
+            several of equal size; else None.
+        between: for engines: what connects this rank to its counterparts in the other domains; None
+            where ``inside`` is.
     """
 
-    def __init__(self, group: dist.ProcessGroup, channel: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        channel: str,
+        timeout_s: float,
+        topology: Topology,
+        place: Place,
+    ) -> None:
         self.group = group
         self.channel = channel
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.rank = place.rank
+        self.world_size = place.world_size
         self.device = device_of(group)
+        self.topology = topology
         #: Where the counters of new workspaces start; tests set it near the wrap-around.
         self.first_epoch = 0
+        self._declared: Topology | None = None
         self._workspaces: dict[str, Workspace] = {}
         self._symmetric: dict[int, weakref.ref[SymmetricTensor]] = {}
         self._thread: int | None = None
         self._barriers = 0
-        met = meet(group, f"fusedcomm/{channel}", timeout_s)
-        self.shares_memory = met is not None
-        links, blocks = met or (Links(self.rank), {self.rank: _private_block()})
+        self._closed = False
+        self._pid = os.getpid()
+        self.inside: Communicator | None = None
+        self.between: Between | None = None
+        self.shares_memory = len(topology.domains) == 1
+        if self.shares_memory:
+            links, blocks = meet(place, timeout_s)
+        else:
+            links, blocks = Links(self.rank), {self.rank: _private_block()}
         self._links = links
         self._blocks = blocks
         self._watch = Watch(self.rank, blocks, links, timeout_s)
-        self._closed = False
-        self._pid = os.getpid()
+        own = topology.domains[topology.domain_of(self.rank)]
+        if not self.shares_memory and topology.uniform and len(own) > 1 and _on_cpu(self.device):
+            self._join_domains(place, own, timeout_s)
+
+    def _join_domains(self, place: Place, own: tuple[int, ...], timeout_s: float) -> None:
+        """Make what hierarchical operations need: the domain's communicator, and the way out."""
+        domains = self.topology.domains
+        number, local = self.topology.domain_of(self.rank), own.index(self.rank)
+        part = place.part(own, f"domain {number} of {domains}")
+        inside = Communicator(
+            self.group, self.channel, timeout_s, self.topology.restricted(own), part
+        )
+        key = ((self.group.group_name, self.channel), domains)
+        known = _betweens.get(key)
+        if known is None or known[0] is not self.group:
+            across = place.part([ranks[local] for ranks in domains], f"place {local} of {domains}")
+            try:
+                known = self.group, Between(across, timeout_s)
+            except BaseException as error:
+                inside._watch.fail(error)
+                inside.close()
+                raise
+            _betweens[key] = known
+        self.inside, self.between = inside, known[1]
 
     @classmethod
     def of(
-        cls, group: Any = None, *, channel: str = "", timeout_s: float | None = None
+        cls,
+        group: Any = None,
+        *,
+        channel: str = "",
+        timeout_s: float | None = None,
+        topology: Declared = None,
     ) -> Communicator:
         """The communicator of a group; collective the first time, from the cache after that.
 
@@ -87,14 +141,21 @@ class Communicator:
             channel: a name; communicators of one group with other names share nothing.
             timeout_s: the longest any wait may last, in seconds; 600 unless given. Given again for
                 a cached communicator, it replaces the old limit.
+            topology: a ``fusedcomm.topology.Topology`` of the group's ranks, or only its domains,
+                as in ``[[0, 1], [2, 3]]``, equal on all ranks. By default, what the environment
+                variable FUSEDCOMM_DOMAINS declares (``0,1;2,3``, in ranks of the default group), or
+                what is found: ranks of one machine are a domain, GPUs that reach each other are.
 
         Raises:
-            ValueError: there is no such group, or the limit is not positive.
+            ValueError: there is no such group, the limit is not positive, the topology does not fit
+                the group or the machines, or the cached communicator has another.
+            MismatchError: ranks declare different topologies.
             PeerTimeoutError, PeerLostError: a rank of the group did not come.
         """
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive; got {timeout_s}")
         resolved = resolve_group(group)
+        declared = declared_topology(topology, dist.get_process_group_ranks(resolved))
         key = (resolved.group_name, channel)
         with _lock:
             making = _making[key]
@@ -107,11 +168,34 @@ class Communicator:
                 cached = None
             if cached is None:
                 limit = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-                cached = _cache[key] = cls(resolved, channel, limit)
+                cached = _cache[key] = cls._make(resolved, channel, limit, declared)
                 _closed.discard(key)
+            elif topology is not None and cached._declared != declared:
+                raise ValueError(
+                    f"this group has a communicator with {cached.topology}; close() it on every "
+                    f"rank before one with {declared} is made, or give the new one a channel"
+                )
             elif timeout_s is not None:
-                cached._watch.timeout_s = timeout_s
+                cached._set_timeout(timeout_s)
         return cached
+
+    @classmethod
+    def _make(
+        cls, group: dist.ProcessGroup, channel: str, timeout_s: float, declared: Topology | None
+    ) -> Communicator:
+        place = Place.of(group, f"fusedcomm/{channel}")
+        mine = facts_of(rendezvous.machine_identity(), device_of(group))
+        question = "domains as found" if declared is None else declared.text()
+        said = place.exchange(mine.to_json(), question, timeout_s)
+        topology = topology_of([Facts.from_json(text) for text in said], declared)
+        made = cls(group, channel, timeout_s, topology, place)
+        made._declared = declared
+        return made
+
+    def _set_timeout(self, timeout_s: float) -> None:
+        self._watch.timeout_s = timeout_s
+        if self.inside is not None:
+            self.inside._set_timeout(timeout_s)
 
     @staticmethod
     def named(group_name: str, channel: str) -> Communicator:
@@ -175,6 +259,12 @@ class Communicator:
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         with self.collective("barrier"):
+            if self.inside is not None and self.between is not None:
+                # Whoever leaves the second has seen every domain leave the first.
+                self.inside.barrier()
+                with self.inside.collective("barrier between domains"):
+                    self.inside.run_torch("barrier", self.between.barrier)
+                return
             if not self.shares_memory:
                 self.run_torch("barrier", lambda: dist.barrier(self.group, async_op=True))
                 return
@@ -316,6 +406,8 @@ class Communicator:
         if self._closed or self._pid != os.getpid():
             return
         self._blocks[self.rank].set_state(board.ABORTED, f"rank {self.rank} aborted: {reason}")
+        if self.inside is not None:
+            self.inside.abort(reason)
 
     def close(self) -> None:
         """Give everything back; idempotent, not collective. Ranks that still wait get an error.
@@ -326,6 +418,8 @@ class Communicator:
         if self._closed:
             return
         self._closed = True
+        if self.inside is not None:
+            self.inside.close()
         if self._pid == os.getpid():
             self._watch.close()
         self._watch.forget()
@@ -385,6 +479,10 @@ class Communicator:
                 f"this communicator (channel {self.channel!r}) belongs to another thread; a second "
                 "thread needs its own: Communicator.of(group, channel='…')"
             )
+
+
+def _on_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def _private_block() -> ControlBlock:

@@ -1,5 +1,8 @@
 """How the ranks of a group find each other: the group's store, then sockets, then shared memory.
 
+First every rank says in the store where it is, from which all compute which of them can share
+memory (``Place.exchange``). Those that can then meet (``meet``):
+
 Every rank posts a card in the group's store, with the name of its listener and its process. For
 each pair the higher rank connects to the lower one, both send their control block, and are done
 with each other when they have the other's. A connection that breaks before that is made anew, from
@@ -10,12 +13,15 @@ itself leaves a card that says so.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
 import select
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,13 +30,21 @@ from torch.distributed import distributed_c10d
 
 from fusedcomm import board
 from fusedcomm.board import ControlBlock
-from fusedcomm.errors import AbortedError, FusedcommError, PeerLostError, PeerTimeoutError
+from fusedcomm.errors import (
+    AbortedError,
+    FusedcommError,
+    MismatchError,
+    PeerLostError,
+    PeerTimeoutError,
+)
 from fusedcomm.symmetric.links import POLL_S, Links, Listener, open_connection
 from fusedcomm.symmetric.shm import Segment
 from fusedcomm.waiting import failure, state_of
 
 #: Seconds between two looks at the store for a card that is not there yet.
 _STORE_POLL_S = 2e-3
+#: Seconds after which a rank that asks something else is taken to mean it.
+_DISAGREEMENT_S = 3.0
 
 
 #: What stands in the store for a card that was taken back.
@@ -59,26 +73,89 @@ def machine_identity() -> str:
     return " ".join([boot, os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid")])
 
 
-def meet(
-    group: dist.ProcessGroup, key: str, timeout_s: float
-) -> tuple[Links, dict[int, ControlBlock]] | None:
-    """Connect the ranks of ``group`` and map their control blocks; collective.
+@dataclass(frozen=True)
+class Place:
+    """A rank among those that meet, and the store they share.
 
-    Returns:
-        None if the ranks lie on several machines (or in several namespaces) and so cannot share
-        memory.
+    Attributes:
+        rank, world_size: its number among them, and how many they are.
+        store: torch.distributed's, common to all of them.
+        key: in front of all that they write there.
+    """
+
+    rank: int
+    world_size: int
+    store: dist.Store
+    key: str
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, key: str) -> Place:
+        """This rank's place in a process group."""
+        store = distributed_c10d._get_process_group_store(group)
+        return cls(dist.get_rank(group), dist.get_world_size(group), store, key)
+
+    def part(self, ranks: Sequence[int], name: str) -> Place:
+        """The place among some of the ranks, this one included, in the order given."""
+        return Place(ranks.index(self.rank), len(ranks), self.store, f"{self.key}/{name}")
+
+    def exchange(self, text: str, question: str, timeout_s: float) -> list[str]:
+        """What every rank says, by rank; collective.
+
+        Args:
+            text: this rank's answer; the same at every call of this process with this question.
+            question: what is answered. Ranks that ask different things do not understand each
+                other, and are told so.
+
+        Raises:
+            MismatchError: another rank asks something else.
+            PeerTimeoutError: a rank did not come.
+            PeerLostError: the store is gone.
+        """
+        # Answers are never deleted: a rank may read them long after this one has left.
+        answers = f"{self.key}/said/{hashlib.blake2b(question.encode(), digest_size=8).hexdigest()}"
+        asking = f"{self.key}/asking"
+        start = time.monotonic()
+        with _store_errors():
+            self.store.set(f"{asking}/{self.rank}", question)
+            self.store.set(f"{answers}/{self.rank}", text)
+            for rank in range(self.world_size):
+                while not self.store.check([f"{answers}/{rank}"]):
+                    if time.monotonic() - start > _DISAGREEMENT_S:
+                        self._compare(rank, asking, question)
+                    _check_time(self.rank, rank, start, timeout_s)
+                    time.sleep(_STORE_POLL_S)
+            found = [
+                self.store.get(f"{answers}/{rank}").decode() for rank in range(self.world_size)
+            ]
+            # Where it failed, the question stays for others to see that theirs is another.
+            self.store.set(f"{asking}/{self.rank}", _NO_CARD)
+            return found
+
+    def _compare(self, rank: int, asking: str, question: str) -> None:
+        """Raise if ``rank`` asks another question than this rank."""
+        if self.store.check([f"{asking}/{rank}"]):
+            theirs = self.store.get(f"{asking}/{rank}").decode()
+            if theirs not in (_NO_CARD, question):
+                raise MismatchError(
+                    f"ranks disagree on the topology: rank {self.rank} has [{question}], rank "
+                    f"{rank} has [{theirs}]. FUSEDCOMM_DOMAINS and topology= must be the same on "
+                    "every rank."
+                )
+
+
+def meet(place: Place, timeout_s: float) -> tuple[Links, dict[int, ControlBlock]]:
+    """Connect ranks that can share memory, and map their control blocks; collective.
 
     Raises:
         PeerTimeoutError, PeerLostError: a rank did not come, or died.
         SharedMemoryError: there is no memory for the control block.
     """
-    meeting = _Meeting(group, key, timeout_s)
+    meeting = _Meeting(place, timeout_s)
     try:
-        return meeting.run() if meeting.on_one_machine() else None
+        with _store_errors():
+            return meeting.run()
     except BaseException as error:
         meeting.fail(error)
-        if isinstance(error, dist.DistError):
-            raise PeerLostError(f"the group's store, held by a rank, is gone: {error}") from error
         if isinstance(error, OSError) and not isinstance(error, FusedcommError):
             raise FusedcommError(f"cannot connect to the other ranks: {error}") from error
         raise
@@ -86,12 +163,28 @@ def meet(
         meeting.end()
 
 
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise PeerLostError(f"the group's store, held by a rank, is gone: {error}") from error
+
+
+def _check_time(rank: int, missing: int, start: float, timeout_s: float) -> None:
+    if time.monotonic() - start > timeout_s:
+        raise PeerTimeoutError(
+            f"rank {rank} waited {timeout_s:g} s for rank {missing} while making a "
+            "communicator; every rank of the group must make it"
+        )
+
+
 class _Meeting:
-    def __init__(self, group: dist.ProcessGroup, key: str, timeout_s: float) -> None:
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        self._store = distributed_c10d._get_process_group_store(group)
-        self._key = key
+    def __init__(self, place: Place, timeout_s: float) -> None:
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self._store = place.store
+        self._key = place.key
         self._start = time.monotonic()
         self._timeout_s = timeout_s
         self._links = Links(self.rank)
@@ -101,19 +194,6 @@ class _Meeting:
         self._card = Card(f"none-{secrets.token_hex(8)}", os.getpid())
         self._failed = False
         self._unsent: set[int] = set()
-
-    def on_one_machine(self) -> bool:
-        """Whether all ranks can share memory. This part of the store's entries is never deleted."""
-        mine = machine_identity()
-        self._store.set(f"{self._key}/machine/{self.rank}", mine)
-        for rank in range(self.world_size):
-            key = f"{self._key}/machine/{rank}"
-            while not self._store.check([key]):
-                self._check_time(rank)
-                time.sleep(_STORE_POLL_S)
-            if self._store.get(key).decode() != mine:
-                return False
-        return True
 
     def run(self) -> tuple[Links, dict[int, ControlBlock]]:
         """Meet all ranks."""
@@ -146,7 +226,7 @@ class _Meeting:
             for block in blocks.values():
                 if block.state > board.CLOSED:
                     raise failure(block)
-            self._check_time(missing[0])
+            _check_time(self.rank, missing[0], self._start, self._timeout_s)
         # Who fails from here on says so in its block.
         _through.update(card.listener for card in self._cards.values())
         return self._links, blocks
@@ -233,13 +313,6 @@ class _Meeting:
             return
         size = ControlBlock.size(self.world_size)
         blocks[peer] = ControlBlock(Segment.attach(descriptor, size), self.world_size)
-
-    def _check_time(self, missing: int) -> None:
-        if time.monotonic() - self._start > self._timeout_s:
-            raise PeerTimeoutError(
-                f"rank {self.rank} waited {self._timeout_s:g} s for rank {missing} while making a "
-                "communicator; every rank of the group must make it"
-            )
 
     def _card_key(self, rank: int) -> str:
         return f"{self._key}/card/{rank}"

@@ -43,7 +43,7 @@ CREATION = {
 
 
 UNSEEN = {
-    "before all": (rendezvous._Meeting, "on_one_machine", 0),
+    "before all": (rendezvous.Place, "exchange", 0),
     "before its card": (rendezvous._Meeting, "run", 0),
 }
 

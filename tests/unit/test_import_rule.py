@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = [
     {"errors", "trace", "trace_chrome", "trace_plot"},
     {
+        "between",
         "board",
         "groups",
         "kernels",

@@ -1,0 +1,100 @@
+"""What crosses between domains: torch.distributed's collectives among ranks of the same place.
+
+With domains of g ranks each, the ranks that are number l in their domains form one torch group, for
+every l from 0 to g - 1. The g groups work at the same time, each on its part of the data, so that
+every byte crosses a border once.
+
+Before data crosses, the ranks compare what they are about to do: torch.distributed would mix up
+messages of different calls, or end the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Work
+
+from fusedcomm.board import ControlBlock
+from fusedcomm.errors import MismatchError, PeerLostError
+from fusedcomm.rendezvous import Place
+
+#: Bytes in which a call is described to the other domains, as on a board.
+_DESCRIPTION = 512
+
+
+class Between:
+    """The torch group of one rank of every domain, on CPU.
+
+    Attributes:
+        domain: which domain this rank is in; its rank in the group.
+        domains: how many there are.
+        bytes_sent: of data that this rank has sent to other domains since it was made.
+    """
+
+    def __init__(self, place: Place, timeout_s: float) -> None:
+        """Connect; collective over the domains.
+
+        Raises:
+            PeerLostError: a rank did not come within ``timeout_s``, or died.
+        """
+        self.domain, self.domains = place.rank, place.world_size
+        self.bytes_sent = 0
+        store = dist.PrefixStore(place.key, place.store)
+        try:
+            self._backend: Any = dist.ProcessGroupGloo(
+                store, self.domain, self.domains, timedelta(seconds=timeout_s)
+            )
+        except RuntimeError as error:
+            raise PeerLostError(f"cannot connect to the other domains: {error}") from error
+
+    def describe(self, text: str) -> tuple[Work, torch.Tensor]:
+        """Begin to tell the other domains what this rank is about to do; see ``check``."""
+        own = torch.zeros(_DESCRIPTION, dtype=torch.uint8)
+        encoded = ControlBlock.fit(text).encode()
+        own[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        theirs = own.new_empty(self.domains * _DESCRIPTION)
+        return self._backend._allgather_base(theirs, own), theirs
+
+    def check(self, descriptions: torch.Tensor) -> None:
+        """Compare what the domains are about to do, when ``describe`` is complete.
+
+        Raises:
+            MismatchError: they are not about to do the same.
+        """
+        texts = [
+            bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+            for row in descriptions.view(self.domains, _DESCRIPTION)
+        ]
+        for domain, theirs in enumerate(texts):
+            if theirs != texts[self.domain]:
+                raise MismatchError(
+                    f"domains disagree: domain {self.domain} is in [{texts[self.domain]}], domain "
+                    f"{domain} in [{theirs}]. Every rank of a group must issue the same calls, "
+                    "with the same global shapes and dtypes, in the same order."
+                )
+
+    def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> Work:
+        """Begin to fill ``gathered`` ``[domains, …]`` with every domain's ``own``, of one size."""
+        self.bytes_sent += (self.domains - 1) * own.nbytes
+        return self._backend._allgather_base(gathered, own)
+
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, received_rows: Sequence[int],
+        sent_rows: Sequence[int],
+    ) -> Work:  # fmt: skip
+        """Begin to send rows of ``sent`` to every domain, in order, and to fill ``received``.
+
+        Args:
+            received_rows, sent_rows: how many rows come from, and go to, each domain.
+        """
+        row_bytes = sent.nbytes // sent.shape[0] if sent.shape[0] else 0
+        self.bytes_sent += (sum(sent_rows) - sent_rows[self.domain]) * row_bytes
+        return self._backend.alltoall_base(received, sent, list(received_rows), list(sent_rows))
+
+    def barrier(self) -> Work:
+        """Begin a barrier of this rank's counterparts."""
+        return self._backend.barrier()
