@@ -7,7 +7,7 @@ until ``python -m fusedcomm bench --calibrate`` has measured this machine's.
 ============== ====================== ============ ==============================================
 kind           bandwidth              latency      what it is
 ============== ====================== ============ ==============================================
-shared-memory  8 GB/s                 30 µs        CPU ranks of one machine; to be calibrated
+shared-memory  8 GB/s, adds 4 GB/s    30 µs        CPU ranks of one machine; to be calibrated
 nvswitch       links x the rate below 7 or 14 µs   every GPU to every other (5-9 µs on Hopper,
                                                    9-20 µs on Blackwell, for a synchronisation)
 nvlink         links x the rate below 7 or 14 µs   a bundle between two GPUs
@@ -24,7 +24,7 @@ shares of the raw rates are estimates.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 GB = 1e9
@@ -38,16 +38,22 @@ class Link:
         kind: a word of the table in this module, or one of the user's own.
         bandwidth: usable bytes/s per direction.
         latency_s: seconds that one message or synchronisation costs.
+        reduce_rate: bytes/s of contributions that a rank adds up; None where that costs nothing
+            beside moving them, as on a GPU.
     """
 
     kind: str
     bandwidth: float
     latency_s: float
+    reduce_rate: float | None = None
 
     def __post_init__(self) -> None:
         if not self.kind or not isinstance(self.kind, str):
             raise ValueError(f"a link's kind must be a word; got {self.kind!r}")
-        for name, value in (("bandwidth", self.bandwidth), ("latency_s", self.latency_s)):
+        for name in ("bandwidth", "latency_s", "reduce_rate"):
+            value = getattr(self, name)
+            if name == "reduce_rate" and value is None:
+                continue
             if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ValueError(f"the {name} of link {self.kind!r} must be positive; got {value}")
 
@@ -56,10 +62,10 @@ class Link:
 
     def as_json(self) -> dict[str, Any]:
         """The link as JSON holds it."""
-        return {"kind": self.kind, "bandwidth": self.bandwidth, "latency_s": self.latency_s}
+        return asdict(self)
 
 
-SHARED_MEMORY = Link("shared-memory", 8 * GB, 30e-6)
+SHARED_MEMORY = Link("shared-memory", 8 * GB, 30e-6, reduce_rate=4 * GB)
 TCP = Link("tcp", 1 * GB, 300e-6)
 NETWORK = Link("network", 45 * GB, 14e-6)
 PCIE = Link("pcie", 48 * GB, 10e-6)
