@@ -14,6 +14,13 @@ from fusedcomm.errors import (
     PeerTimeoutError,
     SharedMemoryError,
 )
+from fusedcomm.ops.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+)
 from fusedcomm.ops.tensor_parallel import (
     all_gather_linear,
     linear_all_reduce,
@@ -36,12 +43,17 @@ __all__ = [
     "PeerTimeoutError",
     "SharedMemoryError",
     "SymmetricTensor",
+    "all_gather",
     "all_gather_linear",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
     "errors",
     "linear_all_reduce",
     "linear_reduce_scatter",
     "nn",
     "parallel",
+    "reduce_scatter",
     "replicated_linear",
     "trace",
     "vocab_parallel_cross_entropy",

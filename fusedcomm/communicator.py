@@ -84,6 +84,8 @@ class Communicator:
         #: Where the counters of new workspaces start; tests set it near the wrap-around.
         self.first_epoch = 0
         self._declared: Topology | None = None
+        #: What ``planning`` has decided before, by its arguments.
+        self.plans: dict[Any, Any] = {}
         self._workspaces: dict[str, Workspace] = {}
         self._symmetric: dict[int, weakref.ref[SymmetricTensor]] = {}
         self._thread: int | None = None
@@ -331,9 +333,11 @@ class Communicator:
         Collective.
 
         Args:
-            op: "all_gather_linear", "linear_reduce_scatter" or "linear_all_reduce".
+            op: "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", or a collective:
+                "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast".
             global_shapes: what crosses between the ranks, uncut: ``[T, …, K]`` of the gathered
                 input, or ``[T, …, N]`` of the summed output. Its first dimension is the cut one.
+                Of a collective, the shape of the full tensor.
             dtype: in which it crosses.
             backward: whether the backward pass will run as well.
 

@@ -12,13 +12,12 @@ where a rank is gone, late or failed; ``ClosedError`` on a communicator that is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedcomm.communicator import Communicator
 from fusedcomm.ops.checks import (
     check_engine,
     check_linear,
@@ -26,29 +25,11 @@ from fusedcomm.ops.checks import (
     check_shard,
     check_wire_dtype,
 )
+from fusedcomm.ops.dispatch import address_of, direct
 from fusedcomm.ops.library import tensor_parallel as library
 
 Weights = Tensor | Sequence[Tensor]
 Biases = Tensor | None | Sequence[Tensor | None]
-
-
-class Address(NamedTuple):
-    """A communicator as custom ops name it, and what shapes depend on."""
-
-    group: str
-    channel: str
-    rank: int
-    world_size: int
-
-
-def _address(group: Any) -> Address:
-    comm = group if isinstance(group, Communicator) else Communicator.of(group)
-    comm.require_usable()
-    return Address(comm.group.group_name, comm.channel, comm.rank, comm.world_size)
-
-
-# What torch.compiler.assume_constant_result does, which would import all of dynamo here (2 s).
-_address._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def all_gather_linear(
@@ -86,13 +67,13 @@ def all_gather_linear(
     weights, biases, several = _listed(weight, bias)
     check_engine(engine)
     check_linear(x, weights, biases)
-    address = _address(group)
+    address = address_of(group)
     dim = check_shard(x, gather_dim, gathered_size, address.rank, address.world_size)
     size = x.shape[dim] * address.world_size if gathered_size is None else gathered_size
     rows, rest = _to_rows(x, dim)
     keep = return_gathered or save_gathered
     present, biased = _present(biases)
-    outputs = _direct(library.all_gather_linear, rows, *weights, *present)(
+    outputs = direct(library.all_gather_linear, rows, *weights, *present)(
         rows,
         weights,
         present,
@@ -139,9 +120,9 @@ def linear_reduce_scatter(
     check_linear(x, [weight], [bias])
     check_wire_dtype(x, wire_dtype)
     dim = check_scattered(x, scatter_dim)
-    address = _address(group)
+    address = address_of(group)
     rows, rest = _to_rows(x, dim)
-    y = _direct(library.linear_reduce_scatter, rows, weight, bias)(
+    y = direct(library.linear_reduce_scatter, rows, weight, bias)(
         rows,
         weight,
         bias,
@@ -183,9 +164,9 @@ def linear_all_reduce(
     check_engine(engine)
     check_linear(x, [weight], [bias])
     check_wire_dtype(x, wire_dtype)
-    address = _address(group)
+    address = address_of(group)
     rows = _flat(x)
-    y = _direct(library.linear_all_reduce, rows, weight, bias)(
+    y = direct(library.linear_all_reduce, rows, weight, bias)(
         [rows], [weight], bias, wire_dtype, address.group, address.channel, engine
     )
     return y.reshape(*x.shape[:-1], weight.shape[0])
@@ -210,32 +191,13 @@ def replicated_linear(
     weights, biases, several = _listed(weight, bias)
     check_engine(engine)
     check_linear(x, weights, biases)
-    address = _address(group)
+    address = address_of(group)
     rows = _flat(x)
     ys = library.replicated_linear(
         rows, weights, *_present(biases), address.group, address.channel, engine
     )
     shaped = tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys)
     return shaped if several else shaped[0]
-
-
-def _direct(op: Any, *tensors: Tensor | None) -> Callable[..., Any]:
-    """The function behind a custom op where dispatching it would change nothing, else the op.
-
-    Dispatch costs as much as a whole exchange of a decoding step. It is needed for gradients, for
-    tracing and other modes, and for subclasses of tensors.
-    """
-    differentiated = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if differentiated and tensor.requires_grad:
-            return op
-        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
-            return op
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return op
-    return op if torch._C._functorch.peek_interpreter_stack() is not None else op._init_fn
 
 
 def _listed(weight: Weights, bias: Biases) -> tuple[list[Tensor], list[Tensor | None], bool]:

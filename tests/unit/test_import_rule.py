@@ -21,6 +21,7 @@ LAYERS = [
         "board",
         "groups",
         "kernels",
+        "programs",
         "protocol",
         "rendezvous",
         "schedule",

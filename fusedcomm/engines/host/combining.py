@@ -1,0 +1,91 @@
+"""Sums, averages, maxima and minima of tensors that lie in several ranks' memory, in one pass.
+
+The work is cut into blocks that stay in a core's cache, so that every input is read once from
+memory and every output written once, however many ranks there are. Half types are added in float32
+and rounded once; other types in their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+#: Bytes of the block in which contributions are added: it stays in the second-level cache.
+BLOCK_BYTES = 1 << 17
+_HALVES = (torch.float16, torch.bfloat16)
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def combine(parts: Sequence[Tensor], targets: Sequence[Tensor], op: str, divisor: int = 1) -> None:
+    """Reduce ``parts``, in their order, into every one of ``targets``.
+
+    Args:
+        parts: tensors of one shape and dtype, at least one.
+        targets: of the same shape and dtype; each may be one of the parts, or apart from all.
+        op: "sum", "avg", "max" or "min".
+        divisor: by which a sum is divided before it is rounded.
+    """
+    if targets[0].dim() > 1 and targets[0].shape[0] == 1:  # blocks are cut along rows
+        parts, targets = [part[0] for part in parts], [target[0] for target in targets]
+    first, *others = targets
+    if not first.numel():
+        return
+    function = _FUNCTIONS[op]
+    halves = first.dtype in _HALVES
+    if len(parts) == 2 and not others and (divisor == 1 or not halves):
+        # One pass as it is; half types are added in float32 and rounded once by torch itself.
+        function(*parts, out=first)
+        if divisor > 1:
+            first.div_(divisor)
+        return
+    wide = torch.float32 if halves and op in ("sum", "avg") else first.dtype
+    rows = first.shape[0]
+    step = max(1, BLOCK_BYTES // (first.numel() // rows * wide.itemsize))
+    scratch = None
+    if len(parts) > 2 or wide != first.dtype:
+        scratch = torch.empty((min(step, rows), *first.shape[1:]), dtype=wide)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        target = first[start:stop]
+        _reduce_block([part[start:stop] for part in parts], target, scratch, function, divisor)
+        for other in others:
+            other[start:stop].copy_(target)
+
+
+def _reduce_block(
+    parts: list[Tensor],
+    target: Tensor,
+    scratch: Tensor | None,
+    function: Callable[..., Tensor],
+    divisor: int,
+) -> None:
+    """One block. The target is written last, since it may be one of the parts."""
+    if scratch is None:
+        if len(parts) == 1:
+            target.copy_(parts[0])
+        else:
+            function(*parts, out=target)
+    else:
+        total = scratch[: target.shape[0]]
+        if total.dtype == target.dtype:
+            function(parts[0], parts[1], out=total)
+            for part in parts[2:-1]:
+                function(total, part, out=total)
+            function(total, parts[-1], out=target)
+        else:
+            total.copy_(parts[0])
+            for part in parts[1:]:
+                total.add_(part)
+            if divisor > 1:
+                total.div_(divisor)
+            target.copy_(total)
+            return
+    if divisor > 1:
+        target.div_(divisor)

@@ -1,0 +1,158 @@
+"""What the one-step collectives of the host engine share: pieces, slots, arrivals, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedcomm.communicator import Communicator
+from fusedcomm.engines.counts import check_counts
+from fusedcomm.planning import collectives as planning
+from fusedcomm.planning.collectives import space
+from fusedcomm.protocol import Call
+from fusedcomm.schedule import successors
+from fusedcomm.symmetric.tensor import SymmetricTensor
+from fusedcomm.trace import span
+
+#: The symmetric tensor in which every rank's input lies, and where in it, in bytes.
+Resident = tuple[SymmetricTensor, int]
+
+
+def place(resident: Resident | None) -> str:
+    """Where an input lies, for the board: all ranks' must lie alike."""
+    return "" if resident is None else f" in symmetric tensor {resident[0].number} at {resident[1]}"
+
+
+class Piece(NamedTuple):
+    """Rows and columns of a part, in which parts with fewer columns have fewer or none."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    @property
+    def elements(self) -> int:
+        return (self.bottom - self.top) * (self.right - self.left)
+
+    def of(self, part: Tensor) -> Tensor:
+        """The piece of a part ``[rows, columns]``."""
+        return part[self.top : self.bottom, self.left : self.right]
+
+
+def cut(
+    rows: int, columns: int, dtype: torch.dtype, parts: int, resident: Resident | None
+) -> list[Piece]:
+    """Cut the widest part so that ``parts`` of them fit into a slot; whole where all lies in place.
+
+    At least one piece, which may be empty; the first one is the largest.
+    """
+    fitting = max(1, planning.SLOT_BYTES // dtype.itemsize // parts)
+    if resident is not None or rows * columns <= fitting:
+        return [Piece(0, rows, 0, columns)]
+    if columns <= fitting:
+        step = fitting // columns
+        return [Piece(top, min(top + step, rows), 0, columns) for top in range(0, rows, step)]
+    return [
+        Piece(row, row + 1, left, min(left + fitting, columns))
+        for row in range(rows)
+        for left in range(0, columns, fitting)
+    ]
+
+
+def exchange(
+    comm: Communicator,
+    op: str,
+    pieces: list[Piece],
+    nbytes: int,
+    offer: Callable[[Call, Piece], None],
+    take: Callable[[Call, Piece], None],
+    resident: Resident | None,
+) -> None:
+    """Every piece through a slot of its own; one is offered before the last one is taken.
+
+    Args:
+        nbytes: what a slot must hold where nothing is resident.
+        offer: copies in what peers read of a piece; not called where it is resident.
+        take: reads what they offered, when it has ``arrivals``.
+    """
+    peers = successors(comm.rank, comm.world_size)
+    need = space(0 if resident is not None else nbytes)
+
+    def finish(call: Call, piece: Piece) -> None:
+        take(call, piece)
+        for peer in peers:
+            call.consumed(peer)
+
+    before: tuple[Call, Piece] | None = None
+    for piece in pieces:
+        call = comm.take(op, need)
+        for peer in peers:
+            call.await_reader(peer)
+        if resident is None:
+            offer(call, piece)
+        for peer in peers:
+            call.signal(peer)
+        if before is not None:
+            finish(*before)
+        before = (call, piece)
+    assert before is not None
+    finish(*before)
+    if resident is not None:
+        for peer in peers:
+            before[0].await_done(peer)
+
+
+def arrivals(comm: Communicator, call: Call) -> Iterator[int]:
+    """This rank, then every peer when what it offers is there."""
+    rank = comm.rank
+    yield rank
+    for source in successors(rank, comm.world_size):
+        with span("wait", f"wait for rank {source}", rank=rank, awaits=call.flag(source, 0)):
+            call.wait(source)
+        yield source
+
+
+def offer_parts(call: Call, piece: Piece, parts: Sequence[Tensor], region: int) -> None:
+    """Copy each peer's part into this rank's slot, ``region`` bytes apart."""
+    for peer, part in enumerate(parts):
+        if peer != call.rank:
+            chosen = piece.of(part)
+            with span("copy", f"copy in for rank {peer}", rank=call.rank):
+                shape = tuple(chosen.shape)
+                call.write(call.rank, peer * region, shape, part.dtype).copy_(chosen)
+
+
+def parts_of(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Consecutive parts of a contiguous tensor, each ``[1, size]``."""
+    return [part.unsqueeze(0) for part in x.reshape(-1).split(list(sizes))]
+
+
+def exchange_counts(
+    comm: Communicator, send_counts: Sequence[int], recv_counts: Sequence[int]
+) -> list[list[int]]:
+    """``counts[a][b]``: how many rows rank a has for rank b; one exchange of its own.
+
+    Raises:
+        MismatchError: another rank sends not what this one expects.
+    """
+    rank, world_size = comm.rank, comm.world_size
+    peers = successors(rank, world_size)
+    shape = (world_size,)
+    call = comm.take("all_to_all", space(8 * world_size))
+    for peer in peers:
+        call.await_reader(peer)
+    call.write(rank, 0, shape, torch.int64).copy_(torch.tensor(send_counts))
+    for peer in peers:
+        call.signal(peer)
+    counts: list[list[int]] = [list(send_counts)] * world_size
+    for source in arrivals(comm, call):
+        if source != rank:
+            counts[source] = call.read(source, 0, shape, torch.int64).tolist()
+    for peer in peers:
+        call.consumed(peer)
+    check_counts(rank, counts, recv_counts)
+    return counts

@@ -1,0 +1,280 @@
+"""The collectives as torch custom ops: shapes for tracing, and torch's derivatives.
+
+Each op makes its result and calls the function of the same name with ``_into``, which fills a
+tensor that is there already. ``group`` and ``channel`` name a communicator. The public functions,
+with argument checks, are in ``fusedcomm.ops.collectives``.
+
+============== ======================================================
+op             gradient of the input, from dy
+============== ======================================================
+all_reduce     all-reduce of dy (sum, avg; max and min have none)
+all_gather     reduce-scatter of dy
+reduce_scatter all-gather of dy (divided by the world size for avg)
+all_to_all     all-to-all of dy with counts exchanged
+broadcast      on src the sum of all ranks' dy, elsewhere zero
+============== ======================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedcomm.communicator import Communicator
+from fusedcomm.engines import operations_of
+from fusedcomm.planning.collectives import Plan, plan
+from fusedcomm.schedule import scaled_bounds, shard_bounds
+
+Bounds = list[tuple[int, int]]
+
+
+def _decide(
+    op: str,
+    x: Tensor,
+    size: int,
+    where: tuple[str, str, str],
+    details: tuple[Any, ...],
+    algorithm: str = "direct",
+) -> tuple[Communicator, Plan, ModuleType]:
+    group, channel, engine = where
+    comm = Communicator.named(group, channel)
+    chosen = plan(comm, op, size, x.dtype, x.device, engine, details, algorithm)
+    return comm, chosen, operations_of(chosen.engine, "collectives")
+
+
+def _columns(shape: Sequence[int], dim: int, size: int, parts: int) -> tuple[int, Bounds]:
+    """A tensor as ``[outer, columns]``, columns running over ``dim`` and what is behind it.
+
+    Returns:
+        outer, and which columns each of ``parts`` has of ``size`` along ``dim``.
+    """
+    return math.prod(shape[:dim]), scaled_bounds(size, parts, math.prod(shape[dim + 1 :]))
+
+
+def gathered_shape(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    """``shape`` with ``size`` in dimension ``dim``."""
+    return [*shape[:dim], size, *shape[dim + 1 :]]
+
+
+def scattered_shape(shape: Sequence[int], dim: int, rank: int, world_size: int) -> list[int]:
+    """The shape of a rank's shard along ``dim``."""
+    start, stop = shard_bounds(shape[dim], world_size)[rank]
+    return gathered_shape(shape, dim, stop - start)
+
+
+def all_reduce_into(
+    x: Tensor, out: Tensor, op: str, algorithm: str, group: str, channel: str, engine: str
+) -> None:
+    """``out = x reduced over the ranks``; both contiguous, apart or the same."""
+    details = (tuple(x.shape), op)
+    where = (group, channel, engine)
+    comm, chosen, ops = _decide("all_reduce", x, x.numel(), where, details, algorithm)
+    ops.all_reduce(comm, chosen, x.view(-1), out.view(-1), op)
+
+
+def all_gather_into(
+    x: Tensor, out: Tensor, dim: int, group: str, channel: str, engine: str
+) -> None:
+    """``out = the ranks' x, joined along dim``; both contiguous."""
+    size = out.shape[dim]
+    details = (tuple(out.shape), f"dim {dim}")
+    comm, chosen, ops = _decide("all_gather", x, out.numel(), (group, channel, engine), details)
+    outer, bounds = _columns(x.shape, dim, size, comm.world_size)
+    first, last = bounds[comm.rank]
+    columns = bounds[-1][1]
+    ops.all_gather(comm, chosen, x.view(outer, last - first), out.view(outer, columns), bounds)
+
+
+def reduce_scatter_into(
+    x: Tensor, out: Tensor, dim: int, op: str, group: str, channel: str, engine: str
+) -> None:
+    """``out = this rank's shard along dim of x reduced over the ranks``; both contiguous."""
+    details = (tuple(x.shape), f"dim {dim}", op)
+    comm, chosen, ops = _decide("reduce_scatter", x, x.numel(), (group, channel, engine), details)
+    outer, bounds = _columns(x.shape, dim, x.shape[dim], comm.world_size)
+    first, last = bounds[comm.rank]
+    columns = bounds[-1][1]
+    x, out = x.view(outer, columns), out.view(outer, last - first)
+    ops.reduce_scatter(comm, chosen, x, out, bounds, op)
+
+
+def all_to_all_into(
+    x: Tensor,
+    out: Tensor,
+    send_counts: Sequence[int] | None,
+    recv_counts: Sequence[int] | None,
+    group: str,
+    channel: str,
+    engine: str,
+) -> None:
+    """``out = what each rank's x has for this rank``, in the order of ranks; both contiguous."""
+    if send_counts is None:
+        details: tuple[Any, ...] = (tuple(x.shape),)
+    else:
+        details = ("rows of", tuple(x.shape[1:]))
+    size = 0 if send_counts is not None else x.numel()
+    comm, chosen, ops = _decide("all_to_all", x, size, (group, channel, engine), details)
+    inner = math.prod(x.shape[1:])
+    x, out = x.view(x.shape[0], inner), out.view(out.shape[0], inner)
+    ops.all_to_all(comm, chosen, x, out, send_counts, recv_counts)
+
+
+def broadcast_into(x: Tensor, out: Tensor, src: int, group: str, channel: str, engine: str) -> None:
+    """``out = x of src``; both contiguous, apart or the same."""
+    details = (tuple(x.shape), f"src {src}")
+    comm, chosen, ops = _decide("broadcast", x, x.numel(), (group, channel, engine), details)
+    ops.broadcast(comm, chosen, x.view(-1), out.view(-1), src)
+
+
+@torch.library.custom_op("fusedcomm::all_reduce", mutates_args=())
+def all_reduce(x: Tensor, op: str, algorithm: str, group: str, channel: str, engine: str) -> Tensor:
+    """x reduced over the ranks."""
+    out = x.new_empty(x.shape)
+    all_reduce_into(x.contiguous(), out, op, algorithm, group, channel, engine)
+    return out
+
+
+@all_reduce.register_fake
+def _(x, op, algorithm, group, channel, engine):
+    return x.new_empty(x.shape)
+
+
+def _all_reduce_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, *ctx.rest = inputs
+
+
+def _all_reduce_backward(ctx: Any, dy: Tensor) -> tuple:
+    op, *_ = ctx.rest
+    _require_linear("all_reduce", op)
+    return all_reduce(dy, *ctx.rest), None, None, None, None, None
+
+
+all_reduce.register_autograd(_all_reduce_backward, setup_context=_all_reduce_setup)
+
+
+@torch.library.custom_op("fusedcomm::all_gather", mutates_args=())
+def all_gather(x: Tensor, dim: int, size: int, group: str, channel: str, engine: str) -> Tensor:
+    """The ranks' shards joined along ``dim``, which then is ``size`` long."""
+    out = x.new_empty(gathered_shape(x.shape, dim, size))
+    all_gather_into(x.contiguous(), out, dim, group, channel, engine)
+    return out
+
+
+@all_gather.register_fake
+def _(x, dim, size, group, channel, engine):
+    return x.new_empty(gathered_shape(x.shape, dim, size))
+
+
+def _all_gather_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, ctx.dim, _, *ctx.where = inputs
+
+
+def _all_gather_backward(ctx: Any, dy: Tensor) -> tuple:
+    return reduce_scatter(dy, ctx.dim, "sum", *ctx.where), None, None, None, None, None
+
+
+all_gather.register_autograd(_all_gather_backward, setup_context=_all_gather_setup)
+
+
+@torch.library.custom_op("fusedcomm::reduce_scatter", mutates_args=())
+def reduce_scatter(x: Tensor, dim: int, op: str, group: str, channel: str, engine: str) -> Tensor:
+    """This rank's shard along ``dim`` of x reduced over the ranks."""
+    comm = Communicator.named(group, channel)
+    out = x.new_empty(scattered_shape(x.shape, dim, comm.rank, comm.world_size))
+    reduce_scatter_into(x.contiguous(), out, dim, op, group, channel, engine)
+    return out
+
+
+@reduce_scatter.register_fake
+def _(x, dim, op, group, channel, engine):
+    comm = Communicator.named(group, channel)
+    return x.new_empty(scattered_shape(x.shape, dim, comm.rank, comm.world_size))
+
+
+def _reduce_scatter_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, ctx.dim, ctx.op, *ctx.where = inputs
+    ctx.size = x.shape[ctx.dim]
+
+
+def _reduce_scatter_backward(ctx: Any, dy: Tensor) -> tuple:
+    _require_linear("reduce_scatter", ctx.op)
+    dx = all_gather(dy, ctx.dim, ctx.size, *ctx.where)
+    if ctx.op == "avg":
+        group, channel, _ = ctx.where
+        dx = dx / Communicator.named(group, channel).world_size
+    return dx, None, None, None, None, None
+
+
+reduce_scatter.register_autograd(_reduce_scatter_backward, setup_context=_reduce_scatter_setup)
+
+
+@torch.library.custom_op("fusedcomm::all_to_all", mutates_args=())
+def all_to_all(
+    x: Tensor,
+    send_counts: Sequence[int] | None,
+    recv_counts: Sequence[int] | None,
+    group: str,
+    channel: str,
+    engine: str,
+) -> Tensor:
+    """What each rank's x has for this rank, in the order of ranks."""
+    rows = x.shape[0] if recv_counts is None else sum(recv_counts)
+    out = x.new_empty([rows, *x.shape[1:]])
+    all_to_all_into(x.contiguous(), out, send_counts, recv_counts, group, channel, engine)
+    return out
+
+
+@all_to_all.register_fake
+def _(x, send_counts, recv_counts, group, channel, engine):
+    rows = x.shape[0] if recv_counts is None else sum(recv_counts)
+    return x.new_empty([rows, *x.shape[1:]])
+
+
+def _all_to_all_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, ctx.send_counts, ctx.recv_counts, *ctx.where = inputs
+
+
+def _all_to_all_backward(ctx: Any, dy: Tensor) -> tuple:
+    dx = all_to_all(dy, ctx.recv_counts, ctx.send_counts, *ctx.where)
+    return dx, None, None, None, None, None
+
+
+all_to_all.register_autograd(_all_to_all_backward, setup_context=_all_to_all_setup)
+
+
+@torch.library.custom_op("fusedcomm::broadcast", mutates_args=())
+def broadcast(x: Tensor, src: int, group: str, channel: str, engine: str) -> Tensor:
+    """x of rank ``src``."""
+    out = x.new_empty(x.shape)
+    broadcast_into(x.contiguous(), out, src, group, channel, engine)
+    return out
+
+
+@broadcast.register_fake
+def _(x, src, group, channel, engine):
+    return x.new_empty(x.shape)
+
+
+def _broadcast_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, ctx.src, *ctx.where = inputs
+
+
+def _broadcast_backward(ctx: Any, dy: Tensor) -> tuple:
+    dx = all_reduce(dy, "sum", "auto", *ctx.where)
+    group, channel, _ = ctx.where
+    if Communicator.named(group, channel).rank != ctx.src:
+        dx = torch.zeros_like(dx)
+    return dx, None, None, None, None
+
+
+broadcast.register_autograd(_broadcast_backward, setup_context=_broadcast_setup)
+
+
+def _require_linear(name: str, op: str) -> None:
+    if op not in ("sum", "avg"):
+        raise RuntimeError(f"{name} with op={op!r} has no derivative; detach() its input")

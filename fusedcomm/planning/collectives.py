@@ -1,0 +1,146 @@
+"""Which engine, algorithm and pieces the collectives use, and the memory they take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusedcomm.planning.engine import choose_engine
+from fusedcomm.programs import ALGORITHMS
+from fusedcomm.programs.all_reduce import Domains
+from fusedcomm.protocol import Space
+from fusedcomm.trace import record_plan
+
+if TYPE_CHECKING:
+    from fusedcomm.communicator import Communicator
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+#: Bytes of a vector up to which every rank of an all-reduce reads and adds everything itself.
+ONE_SHOT_BYTES = 1 << 15
+#: Bytes of data that one slot holds: a larger tensor goes through in pieces of this size, which
+#: stay in the last-level cache and need no more memory than this, whatever the tensor's size.
+SLOT_BYTES = 1 << 22
+#: The least region that is allocated, so that tensors which grow a little do not grow it each time.
+_LEAST_BYTES = 1 << 14
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call is carried out.
+
+    Attributes:
+        text: what must be equal on every rank, for the board.
+        engine: "triton", "host" or "plain".
+        algorithm: one of ``programs.ALGORITHMS`` for an all-reduce, else "direct".
+        domains: the ranks of each domain, for hierarchical algorithms.
+        reason: a sentence for people.
+    """
+
+    text: str
+    engine: str
+    algorithm: str
+    domains: Domains | None
+    reason: str
+
+
+def plan(
+    comm: Communicator,
+    op: str,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    engine: str,
+    details: tuple[Any, ...],
+    algorithm: str = "direct",
+) -> Plan:
+    """The plan for one call; remembered by the communicator.
+
+    Args:
+        size: elements of the full tensor.
+        engine, algorithm: what the caller asked for; "auto" leaves it to this function.
+        details: whatever else must be equal on all ranks; shapes as tuples.
+
+    Raises:
+        ValueError: the engine that was asked for cannot serve this group or device.
+    """
+    key = (op, size, dtype, device, engine, details, algorithm)
+    found: Plan | None = comm.plans.get(key)
+    if found is None:
+        found = _decide(comm, op, size, dtype, device, engine, details, algorithm)
+        comm.plans[key] = found
+    record_plan(op, found.engine, found.algorithm, found.reason)
+    return found
+
+
+def _decide(
+    comm: Communicator,
+    op: str,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    engine: str,
+    details: tuple[Any, ...],
+    algorithm: str,
+) -> Plan:
+    if engine == "triton":
+        raise ValueError(f'engine="triton" cannot serve {op}: collectives have no kernels yet')
+    chosen, reason = choose_engine(comm, device, dtype, engine)
+    if chosen == "plain":
+        if algorithm not in ("auto", "direct"):
+            raise ValueError(
+                f"algorithm={algorithm!r} cannot be had: torch.distributed chooses its own, and "
+                f"it serves this call because {reason}"
+            )
+        algorithm = "direct"
+    elif algorithm == "auto":
+        algorithm, why = choose_algorithm(comm, size * dtype.itemsize)
+        reason = f"{reason}; {why}"
+    words = [str(list(d)) if isinstance(d, tuple) else str(d) for d in details]
+    text = f"{op} {dtype} {' '.join(words)}, engine {chosen} {algorithm}"
+    domains = _domains(comm) if algorithm == "hierarchical" else None
+    return Plan(text, chosen, algorithm, domains, reason)
+
+
+def choose_algorithm(comm: Communicator, nbytes: int) -> tuple[str, str]:
+    """The all-reduce algorithm for a vector of ``nbytes``, and a sentence of reason.
+
+    All ranks of ``comm`` share memory: what costs is synchronising (each step once) and bytes.
+    """
+    if nbytes <= ONE_SHOT_BYTES:
+        return "one_shot", f"{nbytes} bytes are few: one step, every rank adds everything"
+    return "two_shot", f"{nbytes} bytes are many: every rank adds its part, in two steps"
+
+
+def _domains(comm: Communicator) -> Domains:
+    """The ranks of each domain; one domain where nothing else is declared."""
+    return (tuple(range(comm.world_size)),)
+
+
+def check_algorithm(algorithm: str) -> None:
+    """Raise ``ValueError`` unless ``algorithm`` may be asked for."""
+    if algorithm != "auto" and algorithm not in ALGORITHMS:
+        names = ", ".join(("auto", *ALGORITHMS))
+        raise ValueError(f"algorithm must be one of {names}; got {algorithm!r}")
+
+
+def space(nbytes: int, chunks: int = 1) -> Space:
+    """Every rank offers ``nbytes`` in its own memory, and ``chunks`` messages to each peer."""
+    region = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
+    return Space("collective", 1, region, chunks)
+
+
+def spaces(
+    op: str, shape: Sequence[int], world_size: int, dtype: torch.dtype, backward: bool
+) -> list[Space]:
+    """The memory that calls of ``op``, one of ``OPS``, on this global shape take.
+
+    The backward passes of collectives are collectives of the same bytes in the same memory.
+    """
+    if min(shape, default=0) < 0:
+        raise ValueError(f"a global shape is not negative; got {list(shape)}")
+    return [space(min(SLOT_BYTES, math.prod(shape) * dtype.itemsize))]
