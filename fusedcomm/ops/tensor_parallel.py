@@ -25,7 +25,8 @@ from fusedcomm.ops.checks import (
     check_shard,
     check_wire_dtype,
 )
-from fusedcomm.ops.dispatch import address_of, direct
+from fusedcomm.ops.dispatch import address_of as _address
+from fusedcomm.ops.dispatch import direct as _direct
 from fusedcomm.ops.library import tensor_parallel as library
 
 Weights = Tensor | Sequence[Tensor]
@@ -67,13 +68,13 @@ def all_gather_linear(
     weights, biases, several = _listed(weight, bias)
     check_engine(engine)
     check_linear(x, weights, biases)
-    address = address_of(group)
+    address = _address(group)
     dim = check_shard(x, gather_dim, gathered_size, address.rank, address.world_size)
     size = x.shape[dim] * address.world_size if gathered_size is None else gathered_size
     rows, rest = _to_rows(x, dim)
     keep = return_gathered or save_gathered
     present, biased = _present(biases)
-    outputs = direct(library.all_gather_linear, rows, *weights, *present)(
+    outputs = _direct(library.all_gather_linear, rows, *weights, *present)(
         rows,
         weights,
         present,
@@ -120,9 +121,9 @@ def linear_reduce_scatter(
     check_linear(x, [weight], [bias])
     check_wire_dtype(x, wire_dtype)
     dim = check_scattered(x, scatter_dim)
-    address = address_of(group)
+    address = _address(group)
     rows, rest = _to_rows(x, dim)
-    y = direct(library.linear_reduce_scatter, rows, weight, bias)(
+    y = _direct(library.linear_reduce_scatter, rows, weight, bias)(
         rows,
         weight,
         bias,
@@ -164,9 +165,9 @@ def linear_all_reduce(
     check_engine(engine)
     check_linear(x, [weight], [bias])
     check_wire_dtype(x, wire_dtype)
-    address = address_of(group)
+    address = _address(group)
     rows = _flat(x)
-    y = direct(library.linear_all_reduce, rows, weight, bias)(
+    y = _direct(library.linear_all_reduce, rows, weight, bias)(
         [rows], [weight], bias, wire_dtype, address.group, address.channel, engine
     )
     return y.reshape(*x.shape[:-1], weight.shape[0])
@@ -191,7 +192,7 @@ def replicated_linear(
     weights, biases, several = _listed(weight, bias)
     check_engine(engine)
     check_linear(x, weights, biases)
-    address = address_of(group)
+    address = _address(group)
     rows = _flat(x)
     ys = library.replicated_linear(
         rows, weights, *_present(biases), address.group, address.channel, engine
