@@ -22,6 +22,10 @@ COMMANDS = {
         "fusedcomm.cli.bench",
         "measure an op against the plain collective and the bare matrix product",
     ),
+    "doctor": (
+        "fusedcomm.cli.doctor",
+        "say what this machine has, what will run how, and what to do about what is missing",
+    ),
 }
 
 
