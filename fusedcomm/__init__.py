@@ -7,6 +7,7 @@ from fusedcomm import errors, nn, parallel
 from fusedcomm.communicator import Communicator
 from fusedcomm.errors import (
     AbortedError,
+    CapacityError,
     ClosedError,
     FusedcommError,
     MismatchError,
@@ -21,6 +22,7 @@ from fusedcomm.ops.collectives import (
     broadcast,
     reduce_scatter,
 )
+from fusedcomm.ops.moe import Dispatched, combine, dispatch, moe_ffn
 from fusedcomm.ops.tensor_parallel import (
     all_gather_linear,
     linear_all_reduce,
@@ -35,8 +37,10 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "AbortedError",
+    "CapacityError",
     "ClosedError",
     "Communicator",
+    "Dispatched",
     "FusedcommError",
     "MismatchError",
     "PeerLostError",
@@ -48,9 +52,12 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "combine",
+    "dispatch",
     "errors",
     "linear_all_reduce",
     "linear_reduce_scatter",
+    "moe_ffn",
     "nn",
     "parallel",
     "reduce_scatter",

@@ -1,6 +1,6 @@
 """The exceptions of the library.
 
-Wrong input is a plain ``ValueError`` and is raised before anything is sent. Everything here is
+Wrong input is a plain ``ValueError`` and is raised before anything is sent. A ``FusedcommError`` is
 about other ranks; after one of them the communicator is unusable and says so.
 """
 
@@ -33,3 +33,10 @@ class ClosedError(FusedcommError):
 
 class SharedMemoryError(FusedcommError, MemoryError):
     """The operating system would not give the shared memory that a call needs."""
+
+
+class CapacityError(ValueError):
+    """Tokens were routed to a rank that has no room for them; raised on every rank alike.
+
+    It is known before a row is sent, and the communicator goes on working.
+    """

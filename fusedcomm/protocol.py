@@ -13,6 +13,11 @@ only into its own memory (and peers pull), one region per source where it writes
 (push). So it is enough that a writer awaits the readers of what it wrote itself, whatever the
 shapes of the calls before.
 
+A **shared** region is pushed into by all sources, each row at the place that the call's plan gives
+it, so that a byte has one writer in a call but another one in the next. There a reader awaits
+*every* source before it says consumed, to every source, also to those that sent it nothing. Then a
+writer that has seen the reader's consumed knows that all others' writes of that call are done.
+
 A call on slot ``s`` with epoch ``e``, in the order that makes it safe:
 
 1. Before a rank writes, it awaits ``consumed[s][reader] >= e - 1`` of every reader.
@@ -37,7 +42,7 @@ from fusedcomm.board import FLAG_STRIDE
 from fusedcomm.errors import MismatchError
 from fusedcomm.symmetric.shm import Segment
 from fusedcomm.symmetric.tensor import SymmetricTensor
-from fusedcomm.waiting import Awaited, Watch, following
+from fusedcomm.waiting import Awaited, Watch, following, reached
 
 #: Buffer sets of a workspace: one may be written while the readers of the other are still busy.
 SLOTS = 2
@@ -97,15 +102,20 @@ class Space(NamedTuple):
 
     Attributes:
         kind: the workspace it is taken from.
-        regions: 1 if each rank writes into its own memory, the world size if into its peers'.
+        regions: 1 if each rank writes into its own memory, the world size if into its peers', for
+            each source one.
         region_bytes: bytes of data per slot and region.
         chunks: the most chunks that a source signals to one reader.
+        slots: buffer sets; 1 where the readers of a call are done before the next one begins.
+        shared: whether all sources push into the one region of their reader's memory.
     """
 
     kind: str
     regions: int
     region_bytes: int
     chunks: int
+    slots: int = SLOTS
+    shared: bool = False
 
 
 class Workspace:
@@ -121,11 +131,14 @@ class Workspace:
         self.regions = space.regions
         self.region_bytes = -(-space.region_bytes // _LINE) * _LINE
         self.chunks = space.chunks
+        self.slots = space.slots
+        #: Whether a source writes into its reader's memory, not into its own.
+        self.pushed = space.regions > 1 or space.shared
         self._next_slot = 0
         self._world_size = world_size
-        self._ready = SLOTS * _FLAG_WORDS
-        self._consumed = self._ready + SLOTS * world_size * space.chunks * _FLAG_WORDS
-        flag_bytes = (self._consumed + SLOTS * world_size * _FLAG_WORDS) * 4
+        self._ready = self.slots * _FLAG_WORDS
+        self._consumed = self._ready + self.slots * world_size * space.chunks * _FLAG_WORDS
+        flag_bytes = (self._consumed + self.slots * world_size * _FLAG_WORDS) * 4
         self._data = -(-flag_bytes // _PAGE) * _PAGE
         own = Segment.create(self.kind, self._data + self.data_bytes)
         if first_epoch:
@@ -142,7 +155,7 @@ class Workspace:
     @property
     def data_bytes(self) -> int:
         """Bytes of data, all slots."""
-        return SLOTS * self.regions * self.region_bytes
+        return self.slots * self.regions * self.region_bytes
 
     def fits(self, space: Space) -> bool:
         return space.region_bytes <= self.region_bytes and space.chunks <= self.chunks
@@ -162,7 +175,7 @@ class Workspace:
     def take_slot(self) -> int:
         """The next slot, round-robin."""
         slot = self._next_slot
-        self._next_slot = (slot + 1) % SLOTS
+        self._next_slot = (slot + 1) % self.slots
         return slot
 
     def advance(self, slot: int) -> int:
@@ -224,7 +237,7 @@ class Call:
         self, source: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype, chunk: int = 0
     ) -> torch.Tensor:
         """The part of the slot that ``source`` wrote for this rank, for it to read."""
-        owner = self.rank if self._workspace.regions > 1 else source
+        owner = self.rank if self._workspace.pushed else source
         return self._part("read", owner, source, offset, shape, dtype, chunk)
 
     def read_symmetric(
@@ -267,6 +280,12 @@ class Call:
             self._compared.add(source)
             self._watch.compare(source)
         self._record("wait", source, chunk)
+
+    def arrived(self, source: int, chunk: int = 0) -> bool:
+        """Whether ``wait`` for the same chunk would return at once; it must still be called."""
+        workspace = self._workspace
+        index = workspace.ready_index(self._slot, source, chunk)
+        return reached(workspace.segments[self.rank].words[index], self._epoch)
 
     def consumed(self, source: int) -> None:
         """Tell ``source`` that all it wrote in this call has been read; see ``await_reader``."""

@@ -11,7 +11,7 @@ from fusedcomm.planning import ENGINES
 from fusedcomm.schedule import shard_bounds
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_DTYPE_NAMES = "float32, float16, bfloat16 or float64"
+DTYPE_NAMES = "float32, float16, bfloat16 or float64"
 
 
 def check_engine(engine: str) -> None:
@@ -29,7 +29,7 @@ def check_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
     if x.dim() < 2:
         raise ValueError(f"x must be [tokens, features] or larger; got shape {list(x.shape)}")
     if x.dtype not in DTYPES:
-        raise ValueError(f"x must be {_DTYPE_NAMES}; got {x.dtype} (FP8 is not supported yet)")
+        raise ValueError(f"x must be {DTYPE_NAMES}; got {x.dtype} (FP8 is not supported yet)")
     if not weights:
         raise ValueError("weight is an empty sequence; give at least one")
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
@@ -41,13 +41,13 @@ def check_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
                 f"{name} is [{weight.shape[0]}, {weight.shape[1]}], but x has {x.shape[-1]} "
                 f"features: {name} must be [out, {x.shape[-1]}], this rank's part of it"
             )
-        _check_like(name, weight, x)
+        check_like(name, weight, x)
         if bias is None:
             continue
         name = name.replace("weight", "bias")
         if list(bias.shape) != [weight.shape[0]]:
             raise ValueError(f"{name} must be [{weight.shape[0]}]; got shape {list(bias.shape)}")
-        _check_like(name, bias, x)
+        check_like(name, bias, x)
 
 
 def check_shard(x: Tensor, dim: int, gathered_size: int | None, rank: int, world_size: int) -> int:
@@ -88,7 +88,8 @@ def _check_dim(name: str, x: Tensor, dim: int) -> int:
     return left
 
 
-def _check_like(name: str, tensor: Tensor, x: Tensor) -> None:
+def check_like(name: str, tensor: Tensor, x: Tensor) -> None:
+    """Check that a tensor has the dtype and the device of x."""
     if tensor.dtype != x.dtype:
         raise ValueError(f"{name} is {tensor.dtype}, but x is {x.dtype}; they must be equal")
     if tensor.device != x.device:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedcomm.planning import collectives, tensor_parallel
+from fusedcomm.planning import collectives, moe, tensor_parallel
 from fusedcomm.planning.engine import ENGINES
 from fusedcomm.protocol import Space
 
 __all__ = ["ENGINES", "spaces"]
 
-_FAMILIES = (tensor_parallel, collectives)
+_FAMILIES = (tensor_parallel, collectives, moe)
 
 
 def spaces(

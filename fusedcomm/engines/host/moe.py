@@ -1,0 +1,101 @@
+"""The mixture of experts on the host engine: rows are written straight where they are read.
+
+Every function is one call on the communicator: announced on the board with all that must be equal
+on every rank, the table included, then carried out on the workspaces of ``planning.moe``; ``rows``
+holds the protocol.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fusedcomm.communicator import Communicator
+from fusedcomm.engines.host.moe_ffn import moe_ffn, moe_ffn_backward
+from fusedcomm.engines.host.rows import Returns, Rows, clear_padding, pieces
+from fusedcomm.engines.routed import Routed
+from fusedcomm.planning.moe import Plan, counts_space, table_text
+from fusedcomm.schedule import successors
+from fusedcomm.trace import span
+
+__all__ = ["combine", "dispatch", "exchange_counts", "moe_ffn", "moe_ffn_backward"]
+
+Tensor = torch.Tensor
+
+
+def exchange_counts(comm: Communicator, plan: Plan, counts: np.ndarray) -> np.ndarray:
+    """The table ``[W, E]``, from every rank's own row ``[E]``.
+
+    Flags: ready[me][0] on each peer, awaited there by this function; consumed likewise.
+    """
+    op, own = "dispatch", torch.from_numpy(counts.astype(np.int32))
+    table = own.new_empty(comm.world_size, len(counts))
+    table[comm.rank] = own
+    peers = successors(comm.rank, comm.world_size)
+    with comm.collective(plan.text):
+        if peers:
+            call = comm.take(op, counts_space(len(counts), comm.world_size))
+        for peer in peers:
+            call.await_reader(peer)
+            call.write(peer, 0, (len(counts),), torch.int32).copy_(own)
+            call.signal(peer)
+        for peer in peers:
+            with span("wait", f"wait for rank {peer}'s counts", rank=comm.rank):
+                call.wait(peer)
+            table[peer] = call.read(peer, 0, (len(counts),), torch.int32)
+        for peer in peers:
+            call.consumed(peer)
+    return table.numpy().astype(np.int64)
+
+
+def dispatch(
+    comm: Communicator, plan: Plan, x: Tensor, scale: Tensor | None, routed: Routed
+) -> Tensor:
+    """This rank's rows ``[received, hidden]``: all ranks' tokens for its experts.
+
+    Args:
+        x: ``[T, hidden]``.
+        scale: a factor for every row that this rank sends ``[sent, 1]``, or None.
+    """
+    rank = comm.rank
+    result = x.new_empty(routed.received(rank), x.shape[1])
+    with comm.collective(f"{plan.text}, {table_text(routed.layout)}"):
+        rows = Rows(comm, "dispatch", routed, x.shape[1], x.dtype)
+        rows.send(x.contiguous(), scale, own=result)
+        for local_expert in range(len(routed.layout.placement.columns(rank))):
+            for piece in pieces(routed, rank, local_expert):
+                if piece.source != rank:
+                    rows.await_piece(piece)
+                    result[piece.first : piece.last].copy_(rows.own[piece.first : piece.last])
+        rows.done()
+    clear_padding(result, routed, rank)
+    return result
+
+
+def combine(
+    comm: Communicator, plan: Plan, h: Tensor, weights: Tensor | None, routed: Routed, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """The weighted sums of this rank's tokens, and the rows they are made of if ``keep``.
+
+    Args:
+        h: ``[received, hidden]``, what this rank's experts made of their rows.
+        weights: ``[T, k]`` or None for ones.
+
+    Returns:
+        see ``choices.sum_choices``.
+    """
+    rank, layout = comm.rank, routed.layout
+    with comm.collective(f"{plan.text}, {table_text(layout)}"):
+        returns = Returns(comm, "combine", routed, h.shape[1], h.dtype)
+        own = layout.placement.columns(rank)
+        for source in [*successors(rank, comm.world_size), rank]:
+            target = returns.targets[source]
+            with span("copy", f"rows for rank {source}", rank=rank):
+                for column in own:
+                    count = int(layout.counts_WE[source, column])
+                    if count:
+                        first = int(layout.first_row_WE[source, column])
+                        back = int(layout.sent_row_WE[source, column])
+                        target[back : back + count].copy_(h[first : first + count])
+            returns.signal(source)
+        return returns.sum(weights, keep)

@@ -1,0 +1,207 @@
+"""Rows on their way to experts and back, on the host engine.
+
+Who raises and awaits which flag, in the workspace "moe rows" (source to expert's rank):
+
+- ready[source][chunk(expert, piece)]: raised by the source when the piece is written in its
+  reader's memory; awaited by the reader before it uses the piece. Pieces without rows have no
+  flag: the table tells the reader that there are none.
+- ready[source][last]: raised by the source when it has written everything, also if that is
+  nothing; awaited by the reader before it says consumed.
+
+In "moe returns" (expert's rank to source) only the last flag is used: a token's sum needs all its
+choices, in order, so the source has no use for a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fusedcomm.communicator import Communicator
+from fusedcomm.engines.choices import sum_choices
+from fusedcomm.engines.routed import Routed
+from fusedcomm.planning.moe import returns_space, rows_space
+from fusedcomm.planning.routing import chunk, chunks
+from fusedcomm.protocol import Call
+from fusedcomm.schedule import successors
+from fusedcomm.trace import span
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows of one source for one expert of this rank.
+
+    Attributes:
+        chunk: the flag's number; -1 for this rank's own rows.
+        first, last: where they lie among this rank's rows.
+        back: where the finished rows go among the source's.
+    """
+
+    source: int
+    chunk: int
+    first: int
+    last: int
+    back: int
+
+    @property
+    def rows(self) -> int:
+        return self.last - self.first
+
+
+def pieces(routed: Routed, rank: int, local_expert: int) -> list[Piece]:
+    """What a rank gets for one of its experts, in the order of its rows."""
+    layout = routed.layout
+    column = layout.placement.starts[rank] + local_expert
+    found = []
+    for source in range(len(layout.counts_WE)):
+        begin = int(layout.first_row_WE[source, column])
+        back = int(layout.sent_row_WE[source, column])
+        for number, first, last in layout.pieces(source, column):
+            flag = -1 if source == rank else chunk(local_expert, number)
+            found.append(Piece(source, flag, begin + first, begin + last, back + first))
+    return found
+
+
+class Rows:
+    """One call on the workspace "moe rows".
+
+    ``own``: this rank's rows, ``[received, hidden]``: those of other sources may be read after
+    ``await_piece``, all until ``done``.
+    """
+
+    def __init__(
+        self, comm: Communicator, op: str, routed: Routed, hidden: int, dtype: torch.dtype
+    ) -> None:
+        self.rank = comm.rank
+        self._routed = routed
+        self._peers = successors(comm.rank, comm.world_size)
+        self._closing = chunks(routed.layout.placement) - 1
+        self._received = routed.layout.received.tolist()
+        self._hidden, self._dtype = hidden, dtype
+        space = rows_space(routed.terms, routed.layout, hidden * dtype.itemsize)
+        self.call: Call = comm.take(op, space)
+        self.own = self._region(self.rank)
+
+    def _region(self, owner: int) -> Tensor:
+        return self.call.write(owner, 0, (self._received[owner], self._hidden), self._dtype)
+
+    def send(self, x: Tensor, scale: Tensor | None, own: Tensor | None = None) -> None:
+        """Write this rank's rows where their experts read them; its own ones last.
+
+        Args:
+            x: ``[T, hidden]``, contiguous.
+            scale: a factor for every row sent ``[sent, 1]``, or None.
+            own: where the own ones go, by default into ``self.own``.
+        """
+        for peer in self._peers:
+            self.call.await_reader(peer)
+            flag = self.call.flag(self.rank, self._closing, peer)
+            with span("copy", f"rows for rank {peer}", rank=self.rank, signal=flag):
+                self._send_to(peer, self._region(peer), x, scale)
+            self.call.signal(peer, self._closing)
+        with span("copy", "own rows", rank=self.rank):
+            self._send_to(self.rank, self.own if own is None else own, x, scale)
+
+    def _send_to(self, peer: int, region: Tensor, x: Tensor, scale: Tensor | None) -> None:
+        routed, layout = self._routed, self._routed.layout
+        for local_expert, column in enumerate(layout.placement.columns(peer)):
+            begin = int(layout.sent_row_WE[self.rank, column])
+            target = int(layout.first_row_WE[self.rank, column])
+            for number, first, last in layout.pieces(self.rank, column):
+                sent = slice(begin + first, begin + last)
+                out = region[target + first : target + last]
+                if scale is None:
+                    torch.index_select(x, 0, routed.tokens[sent], out=out)
+                else:
+                    torch.mul(x.index_select(0, routed.tokens[sent]), scale[sent], out=out)
+                if peer != self.rank:
+                    self.call.signal(peer, chunk(local_expert, number))
+
+    def has(self, piece: Piece) -> bool:
+        """Whether ``await_piece`` would return at once."""
+        return piece.chunk < 0 or self.call.arrived(piece.source, piece.chunk)
+
+    def await_piece(self, piece: Piece) -> None:
+        """Wait until the piece is there."""
+        if piece.chunk >= 0:
+            flag = self.call.flag(piece.source, piece.chunk, self.rank)
+            with span("wait", f"wait for rank {piece.source}", rank=self.rank, awaits=flag):
+                self.call.wait(piece.source, piece.chunk)
+
+    def done(self) -> None:
+        """Say that all rows were read. All sources are awaited first; see ``protocol``."""
+        for peer in self._peers:
+            self.call.wait(peer, self._closing)
+        for peer in self._peers:
+            self.call.consumed(peer)
+
+
+class Returns:
+    """One call on the workspace "moe returns".
+
+    ``targets[source]``: the memory ``[sent, hidden]`` into which this rank writes finished rows.
+    """
+
+    def __init__(
+        self, comm: Communicator, op: str, routed: Routed, hidden: int, dtype: torch.dtype
+    ) -> None:
+        self.rank = comm.rank
+        self._routed = routed
+        self._peers = successors(comm.rank, comm.world_size)
+        self._closing = chunks(routed.layout.placement) - 1
+        space = returns_space(routed.terms, routed.layout, hidden * dtype.itemsize)
+        self.call: Call = comm.take(op, space)
+        sent = routed.layout.sent.tolist()
+        for peer in self._peers:
+            self.call.await_reader(peer)
+        self.targets = {
+            source: self.call.write(source, 0, (rows, hidden), dtype)
+            for source, rows in enumerate(sent)
+        }
+
+    def signal(self, source: int) -> None:
+        """Tell a source that all its rows are back."""
+        if source != self.rank:
+            self.call.signal(source, self._closing)
+
+    def sum(self, weights: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+        """Await all rows and add them up; see ``sum_choices``."""
+        for peer in self._peers:
+            flag = self.call.flag(peer, self._closing, self.rank)
+            with span("wait", f"wait for rank {peer}", rank=self.rank, awaits=flag):
+                self.call.wait(peer, self._closing)
+        with span("reduce", "add the choices", rank=self.rank):
+            found = sum_choices(self.targets[self.rank], self._routed.slot, weights, keep)
+        for peer in self._peers:
+            self.call.consumed(peer)
+        return found
+
+
+def clear_padding(rows: Tensor, routed: Routed, rank: int) -> None:
+    """Zero the rows that belong to no token: each expert's padding, and those behind the last."""
+    layout = routed.layout
+    own = layout.placement.columns(rank)
+    behind = rows.shape[0]
+    for column in own:
+        first = int(layout.first_row_E[column])
+        real, padded = int(layout.counts_E[column]), int(layout.padded_E[column])
+        if padded > real:
+            rows[first + real : first + padded].zero_()
+    used = int(layout.received[rank])
+    if behind > used:
+        rows[used:].zero_()
+
+
+def in_order(rows: Rows, units: list[list[Piece]]) -> Iterator[list[Piece]]:
+    """The units, those whose pieces are there first; each awaited when it comes."""
+    waiting = list(units)
+    while waiting:
+        ready = (i for i, unit in enumerate(waiting) if all(map(rows.has, unit)))
+        unit = waiting.pop(next(ready, 0))
+        for piece in unit:
+            rows.await_piece(piece)
+        yield unit
