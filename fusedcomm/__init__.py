@@ -69,7 +69,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """``fusedcomm.testing`` is imported when it is first used: programs do without it."""
-    if name == "testing":
-        return importlib.import_module("fusedcomm.testing")
+    """Parts that most programs do without are imported when they are first used."""
+    if name in ("integrations", "testing"):
+        return importlib.import_module(f"fusedcomm.{name}")
     raise AttributeError(f"module 'fusedcomm' has no attribute {name!r}")
