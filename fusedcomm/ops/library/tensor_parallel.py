@@ -31,6 +31,7 @@ from torch import Tensor
 
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines import operations_of
+from fusedcomm.ops.library.effects import communicates
 from fusedcomm.planning.tensor_parallel import Plan, plan
 from fusedcomm.schedule import scaled_bounds
 
@@ -90,6 +91,7 @@ def _column_sums(dy: Tensor) -> Tensor:
     return dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::all_gather_linear", mutates_args=())
 def all_gather_linear(
     x: Tensor,
@@ -166,6 +168,7 @@ all_gather_linear.register_autograd(
 )
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::all_gather_weight_grad", mutates_args=())
 def all_gather_weight_grad(
     x: Tensor,
@@ -187,6 +190,7 @@ def _(x, dys, size, inner, group, channel, engine):
     return [x.new_empty(dy.shape[1], x.shape[1]) for dy in dys]
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::linear_reduce_scatter", mutates_args=())
 def linear_reduce_scatter(
     x: Tensor,
@@ -232,6 +236,7 @@ linear_reduce_scatter.register_autograd(
 )
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::linear_reduce_scatter_sum", mutates_args=())
 def linear_reduce_scatter_sum(
     xs: Sequence[Tensor],
@@ -256,6 +261,7 @@ def _(xs, weights, init, size, inner, group, channel, engine):
     return xs[0].new_empty(_own_rows(group, channel, size, inner), weights[0].shape[0])
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::linear_reduce_scatter_grads", mutates_args=())
 def linear_reduce_scatter_grads(
     dy: Tensor,
@@ -286,6 +292,7 @@ def _(dy, x, weight, needs, size, inner, group, channel, engine):
     ]
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::linear_all_reduce", mutates_args=())
 def linear_all_reduce(
     xs: Sequence[Tensor],
