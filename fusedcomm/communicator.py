@@ -22,10 +22,12 @@ from fusedcomm import board, rendezvous
 from fusedcomm.between import Between
 from fusedcomm.board import ControlBlock
 from fusedcomm.errors import ClosedError, FusedcommError
+from fusedcomm.gpu import GpuSide, is_capturing, refuse_growth
 from fusedcomm.groups import device_of, resolve_group
 from fusedcomm.planning import spaces
-from fusedcomm.protocol import Call, Space, Workspace, exchange
+from fusedcomm.protocol import Call, Space, Workspace
 from fusedcomm.rendezvous import Place, meet
+from fusedcomm.symmetric.exchange import allocate
 from fusedcomm.symmetric.links import Links
 from fusedcomm.symmetric.shm import Segment
 from fusedcomm.symmetric.tensor import SymmetricTensor
@@ -36,6 +38,8 @@ from fusedcomm.waiting import Awaited, Watch, following
 
 #: Seconds a wait may last by default: a peer may be compiling.
 DEFAULT_TIMEOUT_S = 600.0
+
+_CPU = torch.device("cpu")
 
 _CLOSED_TEXT = "this communicator was closed; Communicator.of(group) makes a new one"
 
@@ -57,7 +61,8 @@ class Communicator:
 
     Attributes:
         rank, world_size: this rank's number in the group, and the group's size.
-        device: where this rank's tensors lie.
+        device: where this rank's tensors lie, unless a call is given others: of a gloo group,
+            whose ranks may have tensors in either place, the CPU.
         channel: the name that tells communicators of one group apart.
         topology: which ranks can address each other, and over which links.
         shares_memory: whether all ranks can address each other: the group is a single domain.
@@ -65,6 +70,8 @@ class Communicator:
             several of equal size; else None.
         between: for engines: what connects this rank to its counterparts in the other domains; None
             where ``inside`` is.
+        check: whether calls on GPU tensors wait on the host until every rank has made the same one,
+            and compare, each time. (Without, they do so the first time. On CPU all calls do.)
     """
 
     def __init__(
@@ -83,11 +90,14 @@ class Communicator:
         self.topology = topology
         #: Where the counters of new workspaces start; tests set it near the wrap-around.
         self.first_epoch = 0
+        self.check = False
         self._declared: Topology | None = None
         #: What ``planning`` has decided before, by its arguments.
         self.plans: dict[Any, Any] = {}
         self._workspaces: dict[str, Workspace] = {}
+        self._captured: list[Workspace] = []
         self._symmetric: dict[int, weakref.ref[SymmetricTensor]] = {}
+        self._gpu: GpuSide | None = None
         self._thread: int | None = None
         self._barriers = 0
         self._closed = False
@@ -102,6 +112,7 @@ class Communicator:
         self._links = links
         self._blocks = blocks
         self._watch = Watch(self.rank, blocks, links, timeout_s)
+        self._watch.channel = channel
         own = topology.domains[topology.domain_of(self.rank)]
         if not self.shares_memory and topology.uniform and len(own) > 1 and _on_cpu(self.device):
             self._join_domains(place, own, timeout_s)
@@ -220,27 +231,36 @@ class Communicator:
         """The open communicators of this process."""
         return list(_cache.values())
 
-    def symmetric_empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> SymmetricTensor:
+    def symmetric_empty(
+        self,
+        *shape: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> SymmetricTensor:
         """Allocate a tensor that every rank can address; collective.
 
-        An operation whose input lies in it reads it in place, without copying it in; such a call
-        returns when every rank has read it. The object must live as long as its memory is used.
+        On CPU, an operation whose input lies in it reads it in place, without copying it in; such
+        a call returns when every rank has read it. The object must live as long as its memory is
+        used.
 
         Args:
             shape: its shape, the same on every rank.
+            device: this communicator's, unless given; of one type on every rank.
 
         Raises:
             ValueError: the shape is negative, or the ranks do not share memory.
-            SharedMemoryError: the operating system would not give the memory.
+            SharedMemoryError: there is no such memory to be had.
         """
         if any(extent < 0 for extent in shape):
             raise ValueError(f"shape must not be negative; got {list(shape)}")
         size = torch.Size(shape).numel() * dtype.itemsize
         label = f"symmetric tensor {list(shape)} {dtype}"
         self._require_shared_memory("symmetric_empty")
+        where = self._device(device)
         with self.collective(label):
-            own = Segment.create("tensor", size)
-            segments = exchange(self._watch, own, label, self.world_size)
+            segments = allocate(
+                self._watch, self.group, self.world_size, "tensor", label, size, where
+            )
         number = self._watch.number
         tensor = SymmetricTensor(segments, self.rank, tuple(shape), dtype, number)
         registry = self._symmetric
@@ -308,18 +328,33 @@ class Communicator:
         """
         return Call(self._watch, self.workspace(space), op)
 
-    def workspace(self, space: Space) -> Workspace:
+    def workspace(self, space: Space, device: torch.device = _CPU) -> Workspace:
         """Within ``collective``: the workspace of a kind, grown if ``space`` does not fit."""
-        old = self._workspaces.get(space.kind)
+        key = _workspace_key(space, device)
+        old = self._workspaces.get(key)
         if old is not None and old.fits(space):
             return old
         if old is not None:
             space = old.joined(space)
             # Readers keep their own mappings of the old memory; it goes when the last is done.
-            del self._workspaces[space.kind]
-        workspace = Workspace(self._watch, space, self.world_size, self.first_epoch)
-        self._workspaces[space.kind] = workspace
+            del self._workspaces[key]
+            if old.captured:
+                self._captured.append(old)
+        workspace = Workspace(
+            self._watch, self.group, self.world_size, space, device, self.first_epoch
+        )
+        self._workspaces[key] = workspace
         return workspace
+
+    def require_room(self, space: Space, device: torch.device) -> None:
+        """Before ``collective``: raise if memory would have to grow while a graph is captured.
+
+        Raises:
+            ValueError: it would.
+        """
+        old = self._workspaces.get(_workspace_key(space, device))
+        if (old is None or not old.fits(space)) and is_capturing():
+            refuse_growth(space)
 
     def reserve(
         self,
@@ -327,10 +362,12 @@ class Communicator:
         *global_shapes: Sequence[int],
         dtype: torch.dtype = torch.float32,
         backward: bool = False,
+        device: torch.device | str | None = None,
     ) -> None:
         """Allocate the memory that calls of ``op`` will need, so that none of them grows it.
 
-        Collective.
+        Collective. To be called before a CUDA graph is captured, since a capture cannot allocate;
+        what is grown by then stays until ``close()``.
 
         Args:
             op: "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", or a collective:
@@ -340,20 +377,53 @@ class Communicator:
                 Of a collective, the shape of the full tensor.
             dtype: in which it crosses.
             backward: whether the backward pass will run as well.
+            device: of the tensors; this communicator's, unless given.
 
         Raises:
             ValueError: ``op`` is not known, or a shape is none.
             SharedMemoryError: the operating system would not give the memory.
         """
+        where = self._device(device)
         wanted = [
             space
             for shape in global_shapes
-            for space in spaces(op, shape, self.world_size, dtype, backward)
+            for space in spaces(op, shape, self.world_size, dtype, backward, where)
         ]
         self._require_shared_memory("reserve")
-        with self.collective(f"reserve {op} {global_shapes} {dtype} backward={backward}"):
+        for space in wanted:
+            self.require_room(space, where)
+        text = f"reserve {op} {global_shapes} {dtype} backward={backward} on {where.type}"
+        with self.collective(text):
             for space in wanted:
-                self.workspace(space)
+                self.workspace(space, where)
+
+    def gpu(self, device: torch.device) -> GpuSide:
+        """What is kept for tensors on a GPU; collective the first time.
+
+        Raises:
+            ValueError: this communicator has had tensors on another GPU.
+        """
+        if self._gpu is None:
+            self._require_shared_memory("an operation on GPU tensors")
+            with self.collective("first call with tensors on a GPU"):
+                self._gpu = GpuSide(self._watch, device, self.world_size)
+        elif self._gpu.device != device:
+            raise ValueError(
+                f"the tensors lie on {device}, but this communicator has worked on "
+                f"{self._gpu.device} so far: a rank has one GPU"
+            )
+        return self._gpu
+
+    def compare_first(self, op: str, text: str, device: torch.device) -> None:
+        """Within ``collective``: compare a call on GPU tensors with the peers', the first time."""
+        seen = self.gpu(device).seen
+        if self.check or text not in seen:
+            self.await_peers(op, exchanging=False)
+            seen.add(text)
+
+    def fence(self) -> None:
+        """Order the host's memory accesses before against those after."""
+        self._watch.fence()
 
     def await_peers(self, op: str, *, exchanging: bool = True) -> None:
         """Within ``collective``: wait until every peer has begun the same call.
@@ -429,6 +499,8 @@ class Communicator:
         self._watch.forget()
         self._blocks = {}
         self._workspaces.clear()
+        self._captured.clear()
+        self._gpu = None
         self._links.close()
         key = (self.group.group_name, self.channel)
         if _cache.get(key) is self:
@@ -466,6 +538,13 @@ class Communicator:
                 f"a new one with Communicator.of(group). The error was: {self._watch.reason}"
             )
 
+    def _device(self, device: torch.device | str | None) -> torch.device:
+        """A device with its number, this communicator's where none is given."""
+        found = self.device if device is None else torch.device(device)
+        if str(found) == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return found
+
     def _require_shared_memory(self, what: str) -> None:
         if not self.shares_memory:
             raise ValueError(
@@ -487,6 +566,10 @@ class Communicator:
 
 def _on_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
+
+
+def _workspace_key(space: Space, device: torch.device) -> str:
+    return space.kind if device.type == "cpu" else f"{space.kind} on the GPU"
 
 
 def _private_block() -> ControlBlock:

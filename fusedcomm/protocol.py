@@ -4,6 +4,7 @@ A **workspace** is the memory of one kind of operation on one communicator. Ever
 the same layout, in shared memory of its own::
 
     epoch[slot]                     how often this slot has been used; written by its own rank
+    failed                          set by a rank that gave up (on GPUs, whose host does not wait)
     ready[slot][source][chunk]      set by ``source``, whose data this rank will read
     consumed[slot][reader]          set by ``reader`` when it has read what this rank wrote
     data[slot][region]              ``region_bytes`` each
@@ -31,16 +32,14 @@ explains why this is safe; ``fusedcomm.testing.protocol_model`` checks it over a
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from fusedcomm.board import FLAG_STRIDE
-from fusedcomm.errors import MismatchError
-from fusedcomm.symmetric.shm import Segment
+from fusedcomm.symmetric.exchange import allocate
 from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.waiting import Awaited, Watch, following, reached
 
@@ -69,34 +68,6 @@ def set_recorder(recorder: Recorder | None) -> Recorder | None:
     return previous
 
 
-def exchange(watch: Watch, own: Segment, label: str, world_size: int) -> list[Segment]:
-    """Every rank's segment of the same name and size, by rank, mapped here; collective.
-
-    Raises:
-        MismatchError: a peer is allocating something else.
-    """
-    payload = f"{label} {own.size}".encode()
-    awaited = Awaited(watch.text, watch.number, -1, f"shared memory ({label})")
-    segments = [own] * world_size
-    try:
-        # In step, so that few descriptors are under way at a time: their number is limited.
-        for step in range(1, world_size):
-            watch.send((watch.rank + step) % world_size, payload, own.descriptor, awaited)
-            source = (watch.rank - step) % world_size
-            theirs, descriptor = watch.receive(source, awaited)
-            if theirs != payload:
-                os.close(descriptor)
-                watch.compare(source)  # Mostly the calls differ, which says more.
-                raise MismatchError(
-                    f"ranks disagree on an allocation: rank {watch.rank} has "
-                    f"[{payload.decode()}], rank {source} has [{theirs.decode()}]"
-                )
-            segments[source] = Segment.attach(descriptor, own.size)
-    finally:
-        own.release_descriptor()
-    return segments
-
-
 class Space(NamedTuple):
     """The memory that a call needs.
 
@@ -121,10 +92,20 @@ class Space(NamedTuple):
 class Workspace:
     """The symmetric memory of one kind of operation. Made and grown collectively."""
 
-    def __init__(self, watch: Watch, space: Space, world_size: int, first_epoch: int) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        group: dist.ProcessGroup,
+        world_size: int,
+        space: Space,
+        device: torch.device,
+        first_epoch: int,
+    ) -> None:
         """Allocate on every rank; collective.
 
         Args:
+            group: whose ranks take part, or, on CPU, of which ``world_size`` ranks do.
+            device: this rank's.
             first_epoch: where all counters start; not 0 only in tests of the wrap-around.
         """
         self.kind = space.kind
@@ -134,18 +115,32 @@ class Workspace:
         self.slots = space.slots
         #: Whether a source writes into its reader's memory, not into its own.
         self.pushed = space.regions > 1 or space.shared
+        self.device = device
+        #: Whether a graph was captured on it: then it is kept for as long as the communicator.
+        self.captured = False
         self._next_slot = 0
         self._world_size = world_size
-        self._ready = self.slots * _FLAG_WORDS
+        self._ready = (self.slots + 1) * _FLAG_WORDS
         self._consumed = self._ready + self.slots * world_size * space.chunks * _FLAG_WORDS
         flag_bytes = (self._consumed + self.slots * world_size * _FLAG_WORDS) * 4
         self._data = -(-flag_bytes // _PAGE) * _PAGE
-        own = Segment.create(self.kind, self._data + self.data_bytes)
-        if first_epoch:
-            for index in range(0, flag_bytes // 4, _FLAG_WORDS):
-                own.words[index] = first_epoch
-        self.segments = exchange(watch, own, f"workspace {self.kind}", world_size)
+        counters = [n for n in range(flag_bytes // (4 * _FLAG_WORDS)) if n != self.slots]
+        self.segments = allocate(
+            watch,
+            group,
+            world_size,
+            self.kind,
+            f"workspace {self.kind}",
+            self._data + self.data_bytes,
+            device,
+            [_FLAG_WORDS * number for number in counters] if first_epoch else [],
+            first_epoch,
+        )
         self._rank = watch.rank
+        #: int64 ``[world_size]``: where each rank's memory lies for this rank's kernels.
+        self.pointers = torch.tensor(
+            [segment.address for segment in self.segments], dtype=torch.int64, device=device
+        )
 
     @property
     def flag_bytes(self) -> int:
@@ -167,11 +162,6 @@ class Workspace:
             chunks=max(space.chunks, self.chunks),
         )
 
-    @functools.cached_property
-    def pointers(self) -> torch.Tensor:
-        """int64 ``[world_size]``: where each rank's memory lies in this process, for kernels."""
-        return torch.tensor([segment.address for segment in self.segments], dtype=torch.int64)
-
     def take_slot(self) -> int:
         """The next slot, round-robin."""
         slot = self._next_slot
@@ -186,6 +176,10 @@ class Workspace:
 
     def epoch_index(self, slot: int) -> int:
         return slot * _FLAG_WORDS
+
+    @property
+    def failed_index(self) -> int:
+        return self.slots * _FLAG_WORDS
 
     def ready_index(self, slot: int, source: int, chunk: int) -> int:
         flag = (slot * self._world_size + source) * self.chunks + chunk

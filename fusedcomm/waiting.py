@@ -88,6 +88,8 @@ class Watch:
         self.fence = make_fence()
         self.links = links
         self.number = 0
+        #: Tells the communicators of one group apart.
+        self.channel = ""
         self._blocks = blocks
         self._own = blocks[rank]
         self._text = ""

@@ -62,7 +62,7 @@ def push_kernel(
     piece = program // blocks % pieces
     peer = (rank + step) % world_size
     if tl.load(record) == 0:
-        target = memory(bases, peer, data_offset + rank * region_bytes, dtype)
+        target = memory(bases, peer, data_offset, rank, region_bytes, dtype)
         first = piece * piece_rows
         m = first + program % blocks * BM + tl.arange(0, BM)
         exists = (m < rows) & (m < first + piece_rows)
@@ -82,7 +82,7 @@ def segment_data(x, bases, rank, source, piece, piece_rows, K, data_offset, regi
     """Where the rows of a segment lie: in x if they are this rank's own, else pushed."""
     dtype: tl.constexpr = x.dtype.element_ty
     start = piece.to(tl.int64) * piece_rows * K
-    pushed = memory(bases, rank, data_offset + source * region_bytes, dtype)
+    pushed = memory(bases, rank, data_offset, source, region_bytes, dtype)
     address = tl.where(source == rank, x.to(tl.int64), pushed.to(tl.int64))
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16) + start
 

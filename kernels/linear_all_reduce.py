@@ -68,7 +68,7 @@ def add_parts(
             # Matches the source's signal of this tile.
             flag = own + ready_word + (source * chunks + tile) * FLAG_WORDS
             ok = wait_at_least(flag, epoch, limit, record, READY, source, tile)
-        part = memory(bases, rank, data_offset + source * region_bytes, WIRE)
+        part = memory(bases, rank, data_offset, source, region_bytes, WIRE)
         total_MN += tl.load(part + place_MN, mask=mask_MN & ok, other=0.0).to(tl.float32)
     if HAS_BIAS:
         total_MN += tl.load(bias + n, mask=n_exists, other=0.0)[None, :].to(tl.float32)
@@ -130,7 +130,7 @@ def one_shot_kernel(
         mask_MN = m_exists[:, None] & n_exists[None, :] & ok
         for step in range(0, world_size):
             peer = (rank + step) % world_size
-            target = memory(bases, peer, data_offset + rank * region_bytes, WIRE)
+            target = memory(bases, peer, data_offset, rank, region_bytes, WIRE)
             tl.store(target + place_MN, total_MN.to(WIRE), mask=mask_MN)
         if ok:
             for step in range(1, world_size):
@@ -206,7 +206,7 @@ def two_shot_kernel(
         n, n_exists = block_of(column_block, N, BN)
         place_MN = m[:, None].to(tl.int64) * N + n[None, :]
         mask_MN = m_exists[:, None] & n_exists[None, :] & ok
-        target = memory(bases, owner, data_offset + rank * region_bytes, WIRE)
+        target = memory(bases, owner, data_offset, rank, region_bytes, WIRE)
         tl.store(target + place_MN, total_MN.to(WIRE), mask=mask_MN)
         if owner == rank:
             tl.debug_barrier()  # the own partial, which other threads stored, is read below
@@ -219,7 +219,7 @@ def two_shot_kernel(
             tl.store(y + place_MN, result_MN, mask=mask_MN & ok)
             for step in range(1, world_size):
                 peer = (rank + step) % world_size
-                target = memory(bases, peer, results + rank * region_bytes, dtype)
+                target = memory(bases, peer, results, rank, region_bytes, dtype)
                 tl.store(target + place_MN, result_MN, mask=mask_MN & ok)
             if ok:
                 for step in range(1, world_size):
@@ -234,6 +234,6 @@ def two_shot_kernel(
                 # Matches the owner's signal of the result, above.
                 flag_here = own + ready_word + (owner * chunks + tiles + tile) * FLAG_WORDS
                 ok = wait_at_least(flag_here, epoch, limit, record, READY, owner, tiles + tile)
-            source = memory(bases, rank, results + owner * region_bytes, dtype)
+            source = memory(bases, rank, results, owner, region_bytes, dtype)
             result_MN = tl.load(source + place_MN, mask=mask_MN & ok, other=0.0)
             tl.store(y + place_MN, result_MN, mask=mask_MN & ok)

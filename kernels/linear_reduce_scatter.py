@@ -79,7 +79,7 @@ def produce_kernel(
         piece = segment % pieces
         first, rows = segment_rows(owner, piece, shard_rows, piece_rows, total_rows)
         start = piece.to(tl.int64) * piece_rows * N
-        target = memory(bases, owner, data_offset + rank * region_bytes, WIRE) + start
+        target = memory(bases, owner, data_offset, rank, region_bytes, WIRE) + start
         row_blocks = tl.cdiv(rows, BM)
         tiles = tl.where(ok, row_blocks * column_blocks, 0)
         for tile in range(first_tile(program, done, programs), tiles, programs):
@@ -154,7 +154,7 @@ def reduce_kernel(
             # Matches the signal of the source's produce_kernel.
             flag = own + ready_word + (source * chunks + piece) * FLAG_WORDS
             ok = wait_at_least(flag, epoch, limit, record, READY, source, piece)
-        part = memory(bases, rank, data_offset + source * region_bytes, WIRE)
+        part = memory(bases, rank, data_offset, source, region_bytes, WIRE)
         total_MN += tl.load(part + place_MN, mask=mask_MN & ok, other=0.0).to(tl.float32)
     if HAS_BIAS:
         total_MN += tl.load(bias + n, mask=n_exists, other=0.0)[None, :].to(tl.float32)

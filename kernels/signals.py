@@ -16,8 +16,11 @@ end         consumed[s][me] = e on every source             –
 =========== =============================================== ====================================
 
 A wait that finds no flag within ``limit`` looks writes a record, ``[failed, kind, source, chunk,
-wanted, seen]`` int32 in memory that the host reads, and the rest of the queue does nothing: no
-result is stored and no flag raised on data that never came.
+wanted, seen, op, –]`` int32 in this rank's memory, and the rest of the queue does nothing: no
+result is stored and no flag raised on data that never came. ``end`` hands the record on to memory
+of the host. A copy engine cannot look at a record: it writes into a slot that its reader may still
+need. So whoever begins a call after a failure first says so on every peer (``failed``), and ``end``
+takes that over into the peer's own record.
 
 Worked example: W = 2, slot 0 used for the third time. ``begin`` on rank 0 makes epoch[0] = 3 and
 awaits consumed[0][1] >= 2 in its own memory; the work awaits ready[0][1][c] >= 3; ``end`` sets
@@ -35,7 +38,9 @@ import triton.language as tl
 #: int32 words between two flags (128 bytes).
 FLAG_WORDS = tl.constexpr(32)
 #: What a record's ``kind`` says was awaited.
-CONSUMED, READY = tl.constexpr(1), tl.constexpr(2)
+CONSUMED, READY, FAILED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+#: int32 words of a record.
+RECORD_WORDS = 8
 
 #: Whether ``triton.jit`` runs kernels in the interpreter; Triton decides it at import as well.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -79,9 +84,13 @@ def words(bases, rank):
 
 
 @triton.jit
-def memory(bases, rank, offset, DTYPE: tl.constexpr):
-    """A pointer to ``DTYPE``, ``offset`` bytes (a multiple of 16) into a rank's workspace."""
-    address = tl.load(bases + rank) + offset
+def memory(bases, rank, offset, writer, region_bytes, DTYPE: tl.constexpr):
+    """A pointer to ``DTYPE``: the region of ``writer`` in a rank's workspace.
+
+    The regions lie ``region_bytes`` apart, the first one ``offset`` bytes (a multiple of 16) from
+    the workspace's beginning.
+    """
+    address = tl.load(bases + rank) + offset + tl.cast(writer, tl.int64) * region_bytes
     # Without the hint a pointer out of a table is taken to be unaligned: 2-byte stores.
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
 
@@ -92,14 +101,20 @@ def wait_at_least(flag, wanted, limit, record, kind, source, chunk):
     seen = _looks(flag, wanted, limit)
     came = seen - wanted >= 0
     if not came:
-        tl.store(record + 1, kind)
-        tl.store(record + 2, source)
-        tl.store(record + 3, chunk)
-        tl.store(record + 4, wanted)
-        tl.store(record + 5, seen)
-        tl.debug_barrier()
-        tl.atomic_xchg(record, 1, sem="release", scope="sys")
+        report(record, kind, source, chunk, wanted, seen)
     return came
+
+
+@triton.jit
+def report(record, kind, source, chunk, wanted, seen):
+    """Write a record; of several that are written at once, the host sees one or a mixture."""
+    tl.store(record + 1, kind)
+    tl.store(record + 2, source)
+    tl.store(record + 3, chunk)
+    tl.store(record + 4, wanted)
+    tl.store(record + 5, seen)
+    tl.debug_barrier()
+    tl.atomic_xchg(record, 1, sem="release", scope="sys")
 
 
 @triton.jit
@@ -120,24 +135,51 @@ def count_in(counter, total):
     return last
 
 
-@triton.jit(do_not_specialize=["rank", "epoch_word", "consumed_word"])
-def begin(bases, rank, world_size, epoch_word, consumed_word, limit, record):
+_BOUNDS = ["rank", "epoch_word", "consumed_word", "failed_word", "op"]
+
+
+@triton.jit(do_not_specialize=_BOUNDS)
+def begin(bases, rank, world_size, epoch_word, consumed_word, failed_word, limit, record):
     """One program: advance the slot's epoch, then await the readers of its last use."""
     own = words(bases, rank)
-    if tl.load(record) == 0:
+    ok = tl.load(record) == 0
+    if ok:
         epoch = tl.load(own + epoch_word) + 1
         tl.store(own + epoch_word, epoch)
         for step in range(1, world_size):
             reader = (rank + step) % world_size
             flag = own + consumed_word + reader * FLAG_WORDS
-            wait_at_least(flag, epoch - 1, limit, record, CONSUMED, reader, -1)
+            ok = wait_at_least(flag, epoch - 1, limit, record, CONSUMED, reader, -1) & ok
+    if not ok:
+        for step in range(1, world_size):
+            # Matched by the look in the peer's end.
+            signal(words(bases, (rank + step) % world_size) + failed_word, 1)
 
 
-@triton.jit(do_not_specialize=["rank", "epoch_word", "consumed_word"])
-def end(bases, rank, world_size, epoch_word, consumed_word, record):
-    """One program: tell every source that what it wrote for this rank has been read."""
-    if tl.load(record) == 0:
-        epoch = tl.load(words(bases, rank) + epoch_word)
+@triton.jit(do_not_specialize=_BOUNDS)
+def end(
+    bases, rank, world_size, epoch_word, consumed_word, failed_word, op, record, host_record
+):  # fmt: skip
+    """One program: tell every source that what it wrote for this rank has been read.
+
+    ``host_record`` int32 ``[RECORD_WORDS]``, zero until a call has failed.
+    """
+    own = words(bases, rank)
+    ok = tl.load(record) == 0
+    if ok:
+        epoch = tl.load(own + epoch_word)
         for step in range(1, world_size):
             source = (rank + step) % world_size
             signal(words(bases, source) + consumed_word + rank * FLAG_WORDS, epoch)
+        told = tl.atomic_add(own + failed_word, 0, sem="acquire", scope="sys")
+        ok = told == 0
+        if not ok:
+            report(record, FAILED, -1, -1, 1, told)
+    if not ok:
+        tl.debug_barrier()  # the record may be of this program's other threads
+        if tl.load(host_record) == 0:
+            for word in range(1, 6):
+                tl.store(host_record + word, tl.load(record + word))
+            tl.store(host_record + 6, op)
+            tl.debug_barrier()
+            tl.atomic_xchg(host_record, 1, sem="release", scope="sys")

@@ -16,18 +16,28 @@ from fusedcomm.protocol import Space
 
 __all__ = ["ENGINES", "spaces"]
 
+_CPU = torch.device("cpu")
+
 _FAMILIES = (tensor_parallel, collectives, moe)
 
 
 def spaces(
-    op: str, shape: Sequence[int], world_size: int, dtype: torch.dtype, backward: bool
+    op: str,
+    shape: Sequence[int],
+    world_size: int,
+    dtype: torch.dtype,
+    backward: bool,
+    device: torch.device = _CPU,
 ) -> list[Space]:
     """The memory that calls of ``op`` on this global shape take; see ``Communicator.reserve``.
 
     Raises:
-        ValueError: ``op`` is not known, or the shape is none.
+        ValueError: ``op`` is not known (for tensors on this device), or the shape is none.
     """
     for family in _FAMILIES:
-        if op in family.OPS:
+        if op in family.OPS and device.type == "cpu":
             return family.spaces(op, shape, world_size, dtype, backward)
-    raise ValueError(f"reserve knows no operation {op!r}")
+    if op in tensor_parallel.OPS:
+        return tensor_parallel.gpu_spaces(op, shape, world_size, dtype)
+    where = "" if device.type == "cpu" else f" with kernels for tensors on {device.type}"
+    raise ValueError(f"reserve knows no operation {op!r}{where}")

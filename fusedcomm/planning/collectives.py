@@ -89,7 +89,7 @@ def _decide(
 ) -> Plan:
     if engine == "triton":
         raise ValueError(f'engine="triton" cannot serve {op}: collectives have no kernels yet')
-    chosen, reason = choose_engine(comm, device, dtype, engine)
+    chosen, reason = choose_engine(comm, device, dtype, engine, kernels=False)
     if chosen == "plain":
         if algorithm not in ("auto", "direct"):
             raise ValueError(

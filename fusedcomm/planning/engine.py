@@ -15,22 +15,30 @@ ENGINES = ("auto", "triton", "host", "plain")
 
 
 def choose_engine(
-    comm: Communicator, device: torch.device, dtype: torch.dtype, engine: str
+    comm: Communicator,
+    device: torch.device,
+    dtype: torch.dtype,
+    engine: str,
+    *,
+    kernels: bool = True,
 ) -> tuple[str, str]:
     """The engine for one call, and a sentence of reason; warns where overlap is lost.
 
     Args:
         device, dtype: of the tensors.
         engine: what the caller asked for, one of ``ENGINES``.
+        kernels: whether there are any for the operation.
 
     Raises:
         ValueError: the engine that was asked for cannot serve this group or device.
     """
     if engine == "plain":
         return "plain", "the plain engine was asked for"
-    obstacle = _obstacle(comm, device, dtype, engine)
+    obstacle = _obstacle(comm, device, dtype, engine, kernels)
     if obstacle is None and engine != "auto":
         return engine, f"the {engine} engine was asked for"
+    if obstacle is None and device.type == "cuda":
+        return "triton", "GPU tensors of ranks that reach each other's memory"
     if obstacle is None:
         return "host", "CPU tensors of ranks that share memory"
     if engine != "auto":
@@ -40,19 +48,37 @@ def choose_engine(
 
 
 def _obstacle(
-    comm: Communicator, device: torch.device, dtype: torch.dtype, engine: str
+    comm: Communicator, device: torch.device, dtype: torch.dtype, engine: str, kernels: bool
 ) -> str | None:
-    """Why an overlapped engine cannot serve; ``auto`` means the host engine."""
+    """Why an overlapped engine cannot serve; ``auto`` means the device's own."""
     if not comm.shares_memory:
         return "the group's ranks do not share memory (several machines)"
+    if device.type == "cuda" and not kernels:
+        return "this operation has no kernels yet"
+    if device.type == "cuda":
+        return _gpu_obstacle(comm, device, dtype, engine)
     if device.type != "cpu":
-        return f"the overlapped engines serve CPU tensors so far, not {device.type}"
+        return f"the overlapped engines serve tensors on CPUs and NVIDIA GPUs, not {device.type}"
     if engine == "triton":
         if os.environ.get("TRITON_INTERPRET") != "1":
             return (
                 "CPU tensors run its kernels in Triton's interpreter: set TRITON_INTERPRET=1 "
                 "before Python starts"
             )
-        if dtype == torch.float64:
-            return "its kernels take float32, float16 and bfloat16"
+        return _dtype_obstacle(dtype)
     return None
+
+
+def _gpu_obstacle(
+    comm: Communicator, device: torch.device, dtype: torch.dtype, engine: str
+) -> str | None:
+    """Why the Triton engine cannot serve GPU tensors."""
+    if engine == "host":
+        return 'the host engine serves CPU tensors; for GPU tensors there is engine="triton"'
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET=1 has kernels interpreted on the CPU: unset it to use the GPU"
+    return _dtype_obstacle(dtype) or comm.gpu(device).domain.obstacle
+
+
+def _dtype_obstacle(dtype: torch.dtype) -> str | None:
+    return "its kernels take float32, float16 and bfloat16" if dtype == torch.float64 else None

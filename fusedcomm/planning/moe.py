@@ -100,7 +100,7 @@ def plan(
     Raises:
         ValueError: the engine that was asked for cannot serve this group or device.
     """
-    chosen, reason = choose_engine(comm, device, dtype, engine)
+    chosen, reason = choose_engine(comm, device, dtype, engine, kernels=False)
     if chosen == "triton":
         raise ValueError('engine="triton" does not serve the mixture of experts yet; use "auto"')
     record_plan(op, chosen, terms.num_experts if chosen == "host" else 1, reason)

@@ -21,9 +21,21 @@ Bounds = list[tuple[int, int]]
 
 OPS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
 
+#: Operations, and gradients of some, that gather rows before their product.
+_GATHERING = ("all_gather_linear", "all_gather_weight_grad", "linear_reduce_scatter_backward")
+
+#: Bytes of a rank's chunk from which copy engines carry an all-gather between different GPUs: they
+#: need no multiprocessor. Below, their start, some microseconds a copy, costs more.
+COPIED_BYTES = 1 << 20
+#: The same for a reduce-scatter. Its product then is the library's, a call for each chunk; whether
+#: that is ever better than a kernel that stores into the owner's memory is to be measured.
+COPIED_SCATTER_BYTES: float = math.inf
+
 #: Rows of a rank's chunk from which the GEMM is cut by chunks. Below, the weight's traffic, paid
 #: once per chunk, costs more than waiting for all the chunks.
 MIN_CHUNK_ROWS = 256
+#: Rows and columns of the least tile that kernels exchange on a GPU, each with a flag of its own.
+LEAST_TILE = (64, 64)
 #: Bytes of one rank's partial result up to which an all-reduce sums all partials on every rank
 #: (one exchange) instead of one shard of them each (two exchanges).
 ONE_SHOT_BYTES = 1 << 20
@@ -39,6 +51,7 @@ class Plan:
         chunked: whether the GEMM is cut at the ranks' chunks, and overlaps with them.
         pieces: into how many signalled pieces a rank's chunk is cut.
         one_shot: for an all-reduce, whether every rank sums everything itself.
+        copies: for the Triton engine, whether copy engines carry the rows, not kernels.
         reason: a sentence for people.
     """
 
@@ -48,6 +61,7 @@ class Plan:
     pieces: int
     one_shot: bool
     reason: str
+    copies: bool = False
 
 
 def plan(
@@ -85,9 +99,14 @@ def plan(
             else f"; {rows} rows a rank are too few to cut the GEMM: it would read the weight "
             f"{comm.world_size} times"
         )
+    copies = False
+    if chosen == "triton" and device.type == "cuda" and comm.gpu(device).domain.copies:
+        copies = is_copied(op, rows * features * wire.itemsize, comm.world_size)
+        reason += "; copy engines carry the rows" if copies else "; kernels carry the rows"
     form = "chunked" if chunked else "one-shot" if one_shot else "whole"
+    form += ", copied" if copies else ""
     text = f"{op} {dtype} [{size}x{inner}, {features}] as {wire}, engine {chosen} {form}"
-    result = Plan(text, chosen, chunked, 1, one_shot, reason)
+    result = Plan(text, chosen, chunked, 1, one_shot, reason, copies)
     record_plan(op, chosen, comm.world_size if chunked else 1, reason)
     return result
 
@@ -100,6 +119,15 @@ def is_chunked(bounds: Bounds) -> bool:
 def is_one_shot(bounds: Bounds, row_bytes: int) -> bool:
     """Whether every rank of an all-reduce should add everything itself."""
     return not is_chunked(bounds) and bounds[-1][1] * row_bytes <= ONE_SHOT_BYTES
+
+
+def is_copied(op: str, chunk_bytes: int, world_size: int) -> bool:
+    """Whether copy engines should carry a rank's chunk, between GPUs where they can."""
+    if world_size == 1:
+        return False
+    if op in _GATHERING:
+        return chunk_bytes >= COPIED_BYTES
+    return op == "linear_reduce_scatter" and chunk_bytes >= COPIED_SCATTER_BYTES
 
 
 def gather_space(bounds: Bounds, row_bytes: int, pieces: int = 1) -> Space:
@@ -117,13 +145,42 @@ def one_shot_space(rows: int, row_bytes: int) -> Space:
     return Space("gather", 1, rows * row_bytes, 1)
 
 
+def exchange_space(
+    rows: int, features: int, itemsize: int, world_size: int, shots: int, tiles: int
+) -> Space:
+    """Kernels that exchange tiles: every rank writes its partials, and sums, into its peers'.
+
+    Args:
+        itemsize: of the wider of partials and sums.
+        shots: 1 where all partials go to every rank, 2 where sums come back.
+        tiles: into how many tiles the result is cut.
+    """
+    return Space("scatter", world_size, shots * rows * features * itemsize, shots * tiles)
+
+
+def gpu_spaces(op: str, shape: Sequence[int], world_size: int, dtype: torch.dtype) -> list[Space]:
+    """As ``spaces``, on a GPU: whatever the kernels send, forward or backward, they push."""
+    *tokens, features = _checked(shape)
+    if op != "linear_all_reduce":
+        bounds = scaled_bounds(tokens[0], world_size, math.prod(tokens[1:]))
+        return [scatter_space(bounds, features * dtype.itemsize)]
+    total = math.prod(tokens)
+    tiles = -(-total // LEAST_TILE[0]) * -(-features // LEAST_TILE[1])
+    # Two shots never take less than one.
+    return [exchange_space(total, features, dtype.itemsize, world_size, 2, tiles)]
+
+
+def _checked(shape: Sequence[int]) -> Sequence[int]:
+    if len(shape) < 2 or min(shape) < 0:
+        raise ValueError(f"a global shape is [tokens, …, features]; got {list(shape)}")
+    return shape
+
+
 def spaces(
     op: str, shape: Sequence[int], world_size: int, dtype: torch.dtype, backward: bool
 ) -> list[Space]:
     """The memory that calls of ``op``, one of ``OPS``, on this global shape take."""
-    if len(shape) < 2 or min(shape) < 0:
-        raise ValueError(f"a global shape is [tokens, …, features]; got {list(shape)}")
-    *tokens, features = shape
+    *tokens, features = _checked(shape)
     bounds = scaled_bounds(tokens[0], world_size, math.prod(tokens[1:]))
     row_bytes = features * dtype.itemsize
     gather, scatter = gather_space(bounds, row_bytes), scatter_space(bounds, row_bytes)

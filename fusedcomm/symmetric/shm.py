@@ -28,6 +28,8 @@ class Segment:
                 f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8
             )
         self.size = size
+        self.device = self._memory.device
+        self.multicast: int | None = None
         self._fd = fd
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
         self.bytes = memoryview(self._memory.numpy())  # type: ignore[arg-type]
@@ -86,6 +88,10 @@ class Segment:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def copy_word(self, index: int, source: Segment, source_index: int) -> None:
+        """Copy a flag's int32 word; what it is about must be fenced before."""
+        self.words[index] = source.words[source_index]
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over the bytes from ``offset``; it keeps the mapping alive."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from fusedcomm.symmetric.cuda import CudaSegment
 from fusedcomm.symmetric.shm import Segment
 
 
@@ -13,15 +16,17 @@ class SymmetricTensor:
     Attributes:
         local: this rank's tensor.
         peers: every rank's tensor, this rank's included, by rank.
-        pointers: int64 ``[world_size]``, the addresses of ``peers`` in this process.
+        pointers: int64 ``[world_size]``, the addresses of ``peers`` as this rank's kernels see
+            them; on the device of ``local``.
         number: names the allocation, equally on all ranks of its communicator.
         address, nbytes: where ``local`` lies in this process.
-        multicast: address through which a switch writes to all ranks at once; None on CPU.
+        multicast: address through which a switch writes to all ranks at once; None on CPU, and
+            where there is no such switch.
     """
 
     def __init__(
         self,
-        segments: list[Segment],
+        segments: Sequence[Segment | CudaSegment],
         rank: int,
         shape: tuple[int, ...],
         dtype: torch.dtype,
@@ -31,10 +36,11 @@ class SymmetricTensor:
         self.number = number
         self.peers = [segment.tensor(0, shape, dtype) for segment in segments]
         self.local = self.peers[rank]
-        self.pointers = torch.tensor([peer.data_ptr() for peer in self.peers], dtype=torch.int64)
+        addresses = [peer.data_ptr() for peer in self.peers]
+        self.pointers = torch.tensor(addresses, dtype=torch.int64, device=self.local.device)
         self.address = segments[rank].address
         self.nbytes = self.local.numel() * dtype.itemsize
-        self.multicast: int | None = None
+        self.multicast = segments[rank].multicast
 
     def __repr__(self) -> str:
         return (

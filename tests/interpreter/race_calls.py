@@ -29,6 +29,7 @@ class Setting:
         pieces: signalled pieces of a rank's chunk.
         chunked: whether the host engine cuts its products at the ranks' chunks.
         one_shot: whether an all-reduce may be done in one exchange.
+        copies: whether rows are copied beside the kernels, as copy engines do it.
         same_slot: use slot 0 for all calls, as a captured graph would.
     """
 
@@ -40,6 +41,7 @@ class Setting:
     chunked: bool = True
     one_shot: bool = True
     same_slot: bool = True
+    copies: bool = False
 
 
 @contextlib.contextmanager
@@ -47,7 +49,8 @@ def arranged(setting: Setting) -> Iterator[None]:
     """Have calls planned as ``setting`` says."""
 
     def plan(*args: Any, **kwargs: Any) -> planning.Plan:
-        return dataclasses.replace(original(*args, **kwargs), pieces=setting.pieces)
+        chosen = original(*args, **kwargs)
+        return dataclasses.replace(chosen, pieces=setting.pieces, copies=setting.copies)
 
     original = library.plan
     with contextlib.ExitStack() as stack:
@@ -114,6 +117,15 @@ def _gather_forward(rank: int, world_size: int, setting: Setting) -> None:
     fc.all_gather_linear(x, weight, gathered_size=setting.tokens, engine=setting.engine)
 
 
+def _gather_reused(rank: int, world_size: int, setting: Setting) -> None:
+    """The input's memory is written anew for every call."""
+    x = torch.empty(_rows(rank, world_size, setting), setting.inner)
+    weight = torch.randn(setting.outer, setting.inner)
+    for _ in range(CALLS):
+        x.normal_()
+        fc.all_gather_linear(x, weight, gathered_size=setting.tokens, engine=setting.engine)
+
+
 def _gather_in_place(rank: int, world_size: int, setting: Setting) -> None:
     comm = fc.Communicator.of()
     x = comm.symmetric_empty(setting.tokens // world_size, setting.inner)
@@ -176,6 +188,7 @@ def _replicated(rank: int, world_size: int, setting: Setting) -> None:
 _OPS = {
     "all_gather_linear": _gather,
     "all_gather_linear, forward": _gather_forward,
+    "all_gather_linear, reused input": _gather_reused,
     "all_gather_linear, in place": _gather_in_place,
     "linear_reduce_scatter": _scatter,
     "linear_reduce_scatter, forward": _scatter_forward,

@@ -116,6 +116,35 @@ def _kernel_flags_of_another_workspace() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _flags_before_copies() -> Iterator[None]:
+    from fusedcomm.engines.triton.launch import Launch
+
+    copy, raise_flag = Launch.copy, Launch._raise
+
+    def flag_first(self: Launch, owner: int, offset: int, rows: Any, chunk: int) -> None:
+        def early() -> None:
+            side = self._side_stream()
+            side.fork()
+            with side.entered():
+                raise_flag(self, owner, chunk)
+
+        self._steps.append(early)
+        copy(self, owner, offset, rows, chunk)
+
+    with replaced(Launch, copy=flag_first, _raise=lambda self, owner, chunk: None):
+        yield
+
+
+@contextlib.contextmanager
+def _without(step: str) -> Iterator[None]:
+    """Streams do not fork, or do not join."""
+    from fusedcomm.engines.triton.streams import SideStream
+
+    with replaced(SideStream, **{step: lambda self: None}):
+        yield
+
+
 _PUSH_SIGNAL = """        if count_in(counters + step * pieces + piece, blocks):
             # Matched by the wait of the peer's segment (me, piece).
             flag = ready_word + (rank * chunks + piece) * FLAG_WORDS
@@ -131,7 +160,7 @@ _PRODUCE_SIGNAL = """        if ok & (owner != rank):
 _PRODUCE_TILES = "        row_blocks = tl.cdiv(rows, BM)\n"
 _ONE_SHOT_STORES = """        for step in range(0, world_size):
             peer = (rank + step) % world_size
-            target = memory(bases, peer, data_offset + rank * region_bytes, WIRE)
+            target = memory(bases, peer, data_offset, rank, region_bytes, WIRE)
             tl.store(target + place_MN, total_MN.to(WIRE), mask=mask_MN)
 """
 _ONE_SHOT_SIGNAL = """        if ok:
@@ -142,7 +171,7 @@ _ONE_SHOT_SIGNAL = """        if ok:
 """
 _RESULT_STORES = """            for step in range(1, world_size):
                 peer = (rank + step) % world_size
-                target = memory(bases, peer, results + rank * region_bytes, dtype)
+                target = memory(bases, peer, results, rank, region_bytes, dtype)
                 tl.store(target + place_MN, result_MN, mask=mask_MN & ok)
 """
 _RESULT_SIGNAL = """            if ok:
@@ -151,6 +180,7 @@ _RESULT_SIGNAL = """            if ok:
                     flag = ready_word + (rank * chunks + tiles + tile) * FLAG_WORDS
                     signal(words(bases, peer) + flag, epoch)
 """
+_AWAIT_READER = "ok = wait_at_least(flag, epoch - 1, limit, record, CONSUMED, reader, -1) & ok"
 _AWAIT_SOURCE = "ok = wait_at_least(flag, epoch, limit, record, READY, source, "
 _AWAIT_RESULT = "ok = wait_at_least(flag_here, epoch, limit, record, READY, owner, tiles + tile)"
 
@@ -175,6 +205,10 @@ FAULTS: dict[str, _Fault] = {
     "host: left in place too early": _host(await_done=lambda self, reader: None),
     "host: shared flags": _host_flags_of_another_workspace,
     "begin: slot used early": _kernels("signals", ("(flag, epoch - 1,", "(flag, epoch - 2,")),
+    "begin: no wait": _kernels("signals", (_AWAIT_READER, "pass")),
+    "copies: flag before the data": _flags_before_copies,
+    "copies: no fork": lambda: _without("fork"),
+    "copies: no join": lambda: _without("join"),
     "gather: no wait": _kernels(_GATHER, (_AWAIT_SOURCE + "piece)", "pass")),
     "gather: signal before store": _kernels(_GATHER, *_swapped(_PUSH_STORES, _PUSH_SIGNAL)),
     "gather: no counter": _kernels(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import Pools
-from tests.ranks.cases import OPS, Case
+from tests.ranks.cases import CUTS_TOKENS, OPS, Case
 from tests.ranks.checking import MAX_PIECES, check, check_planned
 from tests.ranks.test_tensor_parallel import matrix
 
@@ -27,6 +27,15 @@ def test_matrix(pools: Pools, world_size: int) -> None:
 def test_pieces(pools: Pools, world_size: int) -> None:
     plan = {"min_chunk_rows": 1, "one_shot_bytes": 0, "pieces": MAX_PIECES}
     cases = [case for case in CASES if case.dtype == torch.float32][world_size::8]
+    pools(world_size, TRITON_INTERPRET="1").run(check_planned, cases, plan, timeout_s=150)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_copies(pools: Pools, world_size: int) -> None:
+    """Rows carried beside the kernels, as by copy engines."""
+    moving = [case for case in CASES if case.op in CUTS_TOKENS and not case.options]
+    cases = moving[world_size::14]
+    plan = {"pieces": MAX_PIECES, "copies": True}
     pools(world_size, TRITON_INTERPRET="1").run(check_planned, cases, plan, timeout_s=150)
 
 

@@ -124,13 +124,17 @@ def poison_slots(comm: fc.Communicator) -> None:
 
 @contextmanager
 def planned(
-    *, min_chunk_rows: int | None = None, one_shot_bytes: int | None = None, pieces: int = 1
+    *,
+    min_chunk_rows: int | None = None,
+    one_shot_bytes: int | None = None,
+    pieces: int = 1,
+    copies: bool = False,
 ) -> Iterator[None]:
     """Plans as for larger problems, so that small ones reach the same code. For all ranks alike."""
     decide = library.plan
 
     def plan(*args: Any, **kwargs: Any) -> planning.Plan:
-        return replace(decide(*args, **kwargs), pieces=pieces)
+        return replace(decide(*args, **kwargs), pieces=pieces, copies=copies)
 
     with (
         mock.patch.object(library, "plan", plan),

@@ -29,7 +29,7 @@ LAYERS = [
         "topology",
         "waiting",
     },
-    {"communicator", "engines", "planning"},
+    {"communicator", "engines", "gpu", "planning"},
     {"ops"},
     {"integrations", "nn", "parallel"},
     {""},  # the package itself, which gathers the public names

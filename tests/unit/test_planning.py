@@ -16,6 +16,7 @@ import fusedcomm as fc
 from fusedcomm.planning import spaces
 from fusedcomm.planning.tensor_parallel import MIN_CHUNK_ROWS, ONE_SHOT_BYTES, Plan, plan
 from fusedcomm.schedule import scaled_bounds
+from fusedcomm.symmetric.devices import Domain
 
 CPU = torch.device("cpu")
 
@@ -27,6 +28,10 @@ class Ranks:
     world_size: int
     shares_memory: bool = True
     rank: int = 0
+    domain: Domain = Domain("a reason", copies=False)
+
+    def gpu(self, device: torch.device) -> Ranks:
+        return self
 
 
 def decide(ranks: Ranks, op: str = "linear_all_reduce", size: int = 8, **changes: Any) -> Plan:
@@ -60,7 +65,7 @@ def test_plain_is_had_wherever_it_is_asked_for() -> None:
     ("ranks", "device", "why"),
     [
         (Ranks(2, shares_memory=False), CPU, "do not share memory"),
-        (Ranks(2), torch.device("cuda", 0), "CPU tensors"),
+        (Ranks(2), torch.device("cuda", 0), "host engine serves CPU tensors|a reason"),
     ],
 )
 def test_an_engine_that_cannot_be_had(ranks: Ranks, device: torch.device, why: str) -> None:

@@ -54,6 +54,24 @@ def races(*ranks, names=None):
     return found[0]
 
 
+def beside(event):
+    """The same on a stream beside the main one."""
+    return event._replace(stream="copy")
+
+
+def test_streams_are_ordered_by_forks_and_joins_alone():
+    fork, forked = raise_("fork"), beside(await_("fork"))
+    join, joined = beside(raise_("join")), await_("join")
+    assert len(races([write(), beside(read())])) == 1
+    assert races([write(), fork, forked, beside(read())]) == []
+    assert len(races([fork, forked, write(), beside(read())])) == 1
+    assert len(races([fork, forked, beside(read()), write()])) == 1
+    assert races([fork, forked, beside(read()), join, joined, write()]) == []
+    launches = [beside(write(of=(0, program))) for program in range(2)]
+    assert len(races([fork, forked, *launches])) == 1
+    assert races([fork, forked, launches[0], beside(read())]) == []
+
+
 def test_what_conflicts():
     assert len(races([write()], [read()])) == 1
     assert len(races([write()], [write()])) == 1

@@ -1,22 +1,27 @@
-"""Launching the operations' kernels: ``begin``, the work, ``end``, on one slot of a workspace."""
+"""Launching the operations' kernels: ``begin``, the work, ``end``, on one slot of a workspace.
+
+What an operation does is queued as steps and then started at once: on a GPU every kernel is
+compiled and loaded before the first one that waits is started, since loading a kernel may itself
+wait for the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines.triton.interpreter import install
+from fusedcomm.engines.triton.streams import SideStream
+from fusedcomm.gpu import is_capturing
 from fusedcomm.kernels import signals
 from fusedcomm.protocol import Space
 from fusedcomm.trace import span
-
-#: Looks at a flag before a wait on a device gives up: minutes.
-_LIMIT = 2**30
 
 #: Triton's names of the dtypes that the kernels take.
 DTYPES = {
@@ -25,21 +30,47 @@ DTYPES = {
     torch.bfloat16: triton.language.bfloat16,
 }
 
+#: Programs of a persistent launch in the interpreter, which runs them in turn.
+_INTERPRETED_PROGRAMS = 3
+#: Multiprocessors of a GPU left to others while copies run beside a kernel that waits for them:
+#: should the driver carry out a small copy by a kernel, there is room for it.
+_SPARE = 4
+
+#: Kernels with the kinds of their arguments that were compiled and loaded in this process.
+_loaded: set[tuple[Any, ...]] = set()
+
+_Step = Callable[[], None]
+
 
 class Launch:
     """The launches of one call on one slot; the arguments that they share."""
 
-    def __init__(self, comm: Communicator, op: str, space: Space) -> None:
+    def __init__(self, comm: Communicator, op: str, space: Space, device: torch.device) -> None:
         self.rank = comm.rank
         self.world_size = comm.world_size
-        self.workspace = comm.workspace(space)
+        self.device = device
+        self.workspace = comm.workspace(space, device)
         self.slot = self.workspace.take_slot()
-        self.record = torch.zeros(8, dtype=torch.int32)
+        self.gpu = None if device.type == "cpu" else comm.gpu(device)
+        if self.gpu is None:
+            self.record = torch.zeros(signals.RECORD_WORDS, dtype=torch.int32)
+            self._host_record = torch.zeros_like(self.record)
+            self._limit, self._op = 2**30, 0
+        else:
+            self.record, self._host_record = self.gpu.record, self.gpu.host_record
+            self._limit, self._op = self.gpu.limit, self.gpu.op_number(op)
+        self._fence = comm.fence
+        self._side: SideStream | None = None
+        self._forked = False
+        self._prepare: list[_Step] = []
+        self._steps: list[_Step] = []
 
     @property
     def programs(self) -> int:
-        """Programs of a persistent launch: a few in the interpreter, which runs them in turn."""
-        return 3
+        """Programs of a persistent launch: as many as the GPU runs at once."""
+        if self.gpu is None:
+            return _INTERPRETED_PROGRAMS
+        return max(1, self.gpu.programs - (_SPARE if self._forked else 0))
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -63,39 +94,179 @@ class Launch:
 
     @property
     def waits(self) -> dict[str, Any]:
-        return {"limit": _LIMIT, "record": self.record}
+        return {"limit": self._limit, "record": self.record}
 
-    def counters(self, count: int) -> torch.Tensor:
+    def counters(self, count: int) -> Tensor:
         """Local counters, zero."""
-        return torch.zeros(count, dtype=torch.int32)
+        return torch.zeros(count, dtype=torch.int32, device=self.device)
+
+    # The steps of a call
 
     def run(self, kernel: Any, programs: int, kind: str, name: str, **arguments: Any) -> None:
-        """Launch a kernel; ``kind`` and ``name`` are for traces."""
-        with span(kind, name, rank=self.rank):
-            kernel[(max(programs, 1),)](**arguments)
+        """Queue a kernel; ``kind`` and ``name`` are for traces."""
+        self._queue(kernel, programs, kind, name, arguments)
 
-    def bound(self, kernel: Any, name: str, **more: Any) -> None:
-        words = {"consumed_word": self.workspace.consumed_index(self.slot, 0)}
-        words["epoch_word"] = self.workspace.epoch_index(self.slot)
-        self.run(kernel, 1, "wait", name, record=self.record, **self.ranks, **words, **more)
+    def run_resident(
+        self, kernel: Any, programs: int, kind: str, name: str, **arguments: Any
+    ) -> None:
+        """As ``run``, for a kernel whose programs wait for each other, here or on other ranks.
+
+        All of them must be on the device at once: so a grid that is too large fails, not hangs.
+        """
+        if self.gpu is not None:
+            arguments["launch_cooperative_grid"] = True
+        self._queue(kernel, programs, kind, name, arguments)
+
+    def _queue(
+        self, kernel: Any, programs: int, kind: str, name: str, arguments: dict[str, Any]
+    ) -> None:
+        grid = (max(programs, 1),)
+        if self.gpu is not None:
+            self._prepare.append(lambda: _load(kernel, grid, arguments))
+
+        def start() -> None:
+            with span(kind, name, rank=self.rank):
+                kernel[grid](**arguments)
+
+        self._steps.append(start)
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Queue torch operations on the call's own stream."""
+        self._steps.append(work)
+
+    def copy(self, owner: int, offset: int, rows: Tensor, chunk: int) -> None:
+        """Queue a copy of ``rows`` into this rank's region of ``owner``'s memory, and its flag.
+
+        Copies are behind what is queued so far, and beside what is queued after them, up to
+        ``join``. The flag is raised by copying the slot's epoch onto it, behind the data on the
+        same stream, so that a captured copy raises the right one at every replay.
+
+        Args:
+            offset: bytes from the beginning of the region.
+            rows: contiguous; not to be written before the ``join``.
+
+        Raises: ready[s][me][chunk] on the owner.
+        """
+        self._forked = True
+        workspace, slot = self.workspace, self.slot
+        start = workspace.data_offset(slot, self.rank) + offset
+        segments = workspace.segments
+
+        def carry() -> None:
+            side = self._side_stream()
+            side.fork()
+            with side.entered(), span("copy", f"copy to rank {owner}", rank=self.rank):
+                if rows.numel():
+                    target = segments[owner].tensor(start, tuple(rows.shape), rows.dtype)
+                    target.copy_(rows, non_blocking=True)
+                self._raise(owner, chunk)
+
+        self._steps.append(carry)
+
+    def join(self) -> None:
+        """Queue that what follows comes after the copies."""
+        self._forked = False
+        self._steps.append(lambda: self._side_stream().join())
+
+    def flush(self) -> None:
+        """Start what is queued, everything on a GPU compiled and loaded first."""
+        prepare, self._prepare = self._prepare, []
+        steps, self._steps = self._steps, []
+        for step in (*prepare, *steps):
+            step()
+
+    # Begin and end
+
+    def begin(self) -> None:
+        self._bound(signals.begin, "begin", limit=self._limit)
+
+    def end(self) -> None:
+        self._bound(signals.end, "end", op=self._op, host_record=self._host_record)
+
+    def _bound(self, kernel: Any, name: str, **more: Any) -> None:
+        words = {
+            "epoch_word": self.workspace.epoch_index(self.slot),
+            "consumed_word": self.workspace.consumed_index(self.slot, 0),
+            "failed_word": self.workspace.failed_index,
+        }
+        arguments = {"record": self.record, **self.ranks, **words, **more}
+        self.run(kernel, 1, "wait", name, num_warps=1, **arguments)
+
+    def _raise(self, owner: int, chunk: int) -> None:
+        workspace = self.workspace
+        index = workspace.ready_index(self.slot, self.rank, chunk)
+        own, theirs = workspace.segments[self.rank], workspace.segments[owner]
+        if self.gpu is None:
+            self._fence()
+        theirs.copy_word(index, own, workspace.epoch_index(self.slot))  # type: ignore[arg-type]
+
+    def _side_stream(self) -> SideStream:
+        if self._side is None:
+            self._side = SideStream(None if self.gpu is None else self.gpu.copy_stream)
+        return self._side
+
+
+def _load(kernel: Any, grid: tuple[int], arguments: dict[str, Any]) -> None:
+    """Compile and load a kernel for arguments like these, once."""
+    key = (kernel, torch.cuda.current_device(), *map(_kind_of, arguments.values()))
+    if key in _loaded:
+        return
+    compiled = kernel.warmup(grid=grid, **arguments)
+    if compiled is not None:
+        compiled.run  # noqa: B018  # loads it, where Triton has only compiled so far
+    _loaded.add(key)
+
+
+def _kind_of(value: Any) -> Any:
+    """What Triton may compile an argument for."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (
+            value if value < 16 else (value % 16 == 0, value > 0x7FFFFFFF, value < 1024 and value)
+        )
+    return value
 
 
 @contextmanager
-def launches(comm: Communicator, op: str, space: Space) -> Iterator[Launch]:
-    """Within ``Communicator.collective``: the launches of one call, between ``begin`` and ``end``.
+def launches(
+    comm: Communicator, op: str, space: Space, text: str, device: torch.device
+) -> Iterator[Launch]:
+    """One call on the communicator, whose steps are queued on the ``Launch`` that it yields.
+
+    Args:
+        space: the memory that it takes.
+        text: all that must be equal on every rank; see ``Communicator.collective``.
+        device: of the tensors.
 
     Raises:
-        FusedcommError: of a wait in a kernel; see ``Communicator.await_any``.
+        FusedcommError: of a wait in an interpreted kernel, see ``Communicator.await_any``; of an
+            earlier call on a GPU, see ``GpuSide.enter``.
+        ValueError: memory is lacking while a graph is captured.
     """
-    install()
-    launch = Launch(comm, op, space)
-    previous, signals.relax = signals.relax, comm.await_any(op)
-    try:
-        launch.bound(signals.begin, "begin", limit=_LIMIT)
-        yield launch
-        comm.compare_peers()
-        launch.bound(signals.end, "end")
-    except triton.runtime.errors.InterpreterError as error:
-        raise (error.__cause__ or error) from None
-    finally:
-        signals.relax = previous
+    with ExitStack() as stack:
+        if device.type == "cpu":
+            install()
+        else:
+            stack.enter_context(torch.cuda.device(device))
+            comm.gpu(device).enter()
+            comm.require_room(space, device)
+        stack.enter_context(comm.collective(text))
+        if device.type != "cpu":
+            comm.compare_first(op, text, device)
+        launch = Launch(comm, op, space, device)
+        if device.type == "cpu":
+            stack.callback(setattr, signals, "relax", signals.relax)
+            signals.relax = comm.await_any(op)
+        try:
+            launch.begin()
+            yield launch
+            if device.type == "cpu":
+                launch.flush()
+                comm.compare_peers()
+            launch.end()
+            launch.flush()
+        except triton.runtime.errors.InterpreterError as error:
+            raise (error.__cause__ or error) from None
+        if launch.gpu is not None and is_capturing():
+            launch.workspace.captured = True

@@ -6,17 +6,20 @@ awaits which flag stands at the head of each file of ``kernels/``.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
+from fusedcomm.engines.products import sum_of_linears
 from fusedcomm.engines.triton.config import Tiles, tiles_of
 from fusedcomm.engines.triton.launch import DTYPES, Launch, launches
 from fusedcomm.kernels import all_gather_linear as gather_kernels
 from fusedcomm.kernels import linear_all_reduce as all_reduce_kernels
 from fusedcomm.kernels import linear_reduce_scatter as scatter_kernels
-from fusedcomm.planning.tensor_parallel import Plan, scatter_space
-from fusedcomm.protocol import Space
+from fusedcomm.planning.tensor_parallel import Plan, exchange_space, scatter_space
+from fusedcomm.schedule import reduce_order, successors
 
 Bounds = list[tuple[int, int]]
 
@@ -55,8 +58,28 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
+def _send(launch: Launch, plan: Plan, x: Tensor, cut: dict[str, int]) -> None:
+    """Send this rank's rows to all peers, by a kernel or by copy engine."""
+    if plan.copies:
+        _copy(launch, x, cut)
+    else:
+        _push(launch, x, cut)
+
+
+def _copy(launch: Launch, x: Tensor, cut: dict[str, int]) -> None:
+    """Copies run beside the launches that follow; ``launch.join`` ends that.
+
+    Raises: ready[s][me][piece] on every peer, one after the other (``begin`` awaited consumed).
+    """
+    row_bytes = x.shape[1] * x.dtype.itemsize
+    for peer in successors(launch.rank, launch.world_size):
+        for piece in range(cut["pieces"]):
+            start = min(piece * cut["piece_rows"], x.shape[0])
+            rows = x[start : start + cut["piece_rows"]]
+            launch.copy(peer, start * row_bytes, rows, piece)
+
+
 def _push(launch: Launch, x: Tensor, cut: dict[str, int]) -> None:
-    """Send this rank's rows to all peers."""
     depth = 64
     rows = min(cut["piece_rows"], 64)
     programs = (launch.world_size - 1) * cut["pieces"] * _blocks(cut["piece_rows"], rows)
@@ -81,16 +104,14 @@ def _push(launch: Launch, x: Tensor, cut: dict[str, int]) -> None:
     )
 
 
-def _kept(launch: Launch, x: Tensor, bounds: Bounds) -> Tensor:
-    """The gathered rows, copied out of the slot after a launch that awaited all of them."""
-    gathered = x.new_empty(bounds[-1][1], x.shape[1])
+def _keep(launch: Launch, x: Tensor, bounds: Bounds, gathered: Tensor) -> None:
+    """Copy the gathered rows out of the slot, behind a launch that awaited all of them."""
     for source, (start, stop) in enumerate(bounds):
         shape = (stop - start, x.shape[1])
         own = source == launch.rank
         workspace, slot = launch.workspace, launch.slot
         part = x if own else workspace.part(launch.rank, slot, source, shape, x.dtype)
         gathered[start:stop] = part
-    return gathered
 
 
 def all_gather_linear(
@@ -109,8 +130,9 @@ def all_gather_linear(
     tiles = tiles_of(x.device, x.dtype, bounds[0][1], widest, features)
     cut = _segments(bounds, plan.pieces, tiles.rows)
     space = scatter_space(bounds, features * x.dtype.itemsize, plan.pieces)
-    with comm.collective(plan.text), launches(comm, op, space) as launch:
-        _push(launch, x, cut)
+    gathered = x.new_empty(total, features) if return_gathered else None
+    with launches(comm, op, space, plan.text, x.device) as launch:
+        _send(launch, plan, x, cut)
         for y, weight, bias in zip(ys, weights, biases, strict=True):
             launch.run(
                 gather_kernels.consume_kernel,
@@ -132,7 +154,12 @@ def all_gather_linear(
                 **launch.flags,
                 **launch.waits,
             )
-        return [*ys, _kept(launch, x, bounds)] if return_gathered else ys
+        if gathered is not None:
+            kept = gathered
+            launch.call(lambda: _keep(launch, x, bounds, kept))
+        if plan.copies:
+            launch.join()
+    return ys if gathered is None else [*ys, gathered]
 
 
 def _weight_grad(
@@ -183,10 +210,12 @@ def all_gather_weight_grad(
     grads = [dy.new_empty(dy.shape[1], features) for dy in dys]
     cut = _segments(bounds, plan.pieces, 64)
     space = scatter_space(bounds, features * x.dtype.itemsize, plan.pieces)
-    with comm.collective(plan.text), launches(comm, op, space) as launch:
-        _push(launch, x, cut)
+    with launches(comm, op, space, plan.text, x.device) as launch:
+        _send(launch, plan, x, cut)
         for dy, grad in zip(dys, grads, strict=True):
             _weight_grad(launch, x, dy, grad, (features, 1), cut, total)
+        if plan.copies:
+            launch.join()
     return grads
 
 
@@ -204,28 +233,31 @@ def linear_reduce_scatter(
     space = scatter_space(bounds, features * wire.itemsize, plan.pieces)
     first, last = bounds[comm.rank]
     y = xs[0].new_empty(last - first, features)
-    with comm.collective(f"{plan.text}, bias {bias is not None}"):
-        with launches(comm, op, space) as launch:
-            cut = _produce(launch, plan, xs, weights, init, bounds, wire)
-            rows, columns = min(cut["piece_rows"], 32), 128
-            launch.run(
-                scatter_kernels.reduce_kernel,
-                _blocks(y.shape[0], rows) * _blocks(features, columns),
-                "reduce",
-                "add the partials",
-                bias=y if bias is None else bias.contiguous(),
-                y=y,
-                rows=y.shape[0],
-                piece_rows=cut["piece_rows"],
-                N=features,
-                HAS_BIAS=bias is not None,
-                WIRE=DTYPES[wire],
-                BM=rows,
-                BN=columns,
-                **launch.ranks,
-                **launch.flags,
-                **launch.waits,
-            )
+    text = f"{plan.text}, bias {bias is not None}"
+    with launches(comm, op, space, text, y.device) as launch:
+        make = _produce_and_copy if plan.copies else _produce
+        cut = make(launch, plan, xs, weights, init, bounds, wire)
+        rows, columns = min(cut["piece_rows"], 32), 128
+        launch.run(
+            scatter_kernels.reduce_kernel,
+            _blocks(y.shape[0], rows) * _blocks(features, columns),
+            "reduce",
+            "add the partials",
+            bias=y if bias is None else bias.contiguous(),
+            y=y,
+            rows=y.shape[0],
+            piece_rows=cut["piece_rows"],
+            N=features,
+            HAS_BIAS=bias is not None,
+            WIRE=DTYPES[wire],
+            BM=rows,
+            BN=columns,
+            **launch.ranks,
+            **launch.flags,
+            **launch.waits,
+        )
+        if plan.copies:
+            launch.join()
     return y
 
 
@@ -288,6 +320,53 @@ def _produce(
     return cut
 
 
+def _produce_and_copy(
+    launch: Launch,
+    plan: Plan,
+    xs: list[Tensor],
+    weights: list[Tensor],
+    init: Tensor | None,
+    bounds: Bounds,
+    wire: torch.dtype,
+) -> dict[str, int]:
+    """As ``_produce``, by the library's products, chunk by chunk; each is copied to its owner.
+
+    Raises: ready[s][me][piece] on the owner.
+    """
+    features, rank = weights[0].shape[0], launch.rank
+    cut = _segments(bounds, plan.pieces, 32)
+    row_bytes = features * wire.itemsize
+    whole = xs[0].new_empty(bounds[-1][1], features, dtype=wire)
+    for owner in reduce_order(rank, launch.world_size):
+        first, last = bounds[owner]
+        for piece in range(plan.pieces):
+            start = min(first + piece * cut["piece_rows"], last)
+            stop = min(start + cut["piece_rows"], last)
+            rows = whole[start:stop]
+            offset = (start - first) * row_bytes
+            if owner == rank:
+                place = launch.workspace.data_offset(launch.slot, rank) + offset
+                segment = launch.workspace.segments[rank]
+                rows = segment.tensor(place, (stop - start, features), wire)
+            if stop > start:
+                launch.call(partial(_multiply, rows, xs, weights, init, start, stop))
+            if owner != rank:
+                launch.copy(owner, offset, rows, piece)
+    return cut
+
+
+def _multiply(
+    out: Tensor,
+    xs: list[Tensor],
+    weights: list[Tensor],
+    init: Tensor | None,
+    start: int,
+    stop: int,
+) -> None:
+    rows = None if init is None else init[start:stop]
+    sum_of_linears(out, [x[start:stop] for x in xs], weights, rows)
+
+
 def linear_reduce_scatter_backward(
     comm: Communicator,
     plan: Plan,
@@ -306,8 +385,9 @@ def linear_reduce_scatter_backward(
     tiles = tiles_of(dy.device, dy.dtype, bounds[0][1], weight.shape[1], features)
     cut = _segments(bounds, plan.pieces, tiles.rows)
     space = scatter_space(bounds, features * dy.dtype.itemsize, plan.pieces)
-    with comm.collective(plan.text), launches(comm, op, space) as launch:
-        _push(launch, dy, cut)
+    gathered = dy.new_empty(total, features) if need_bias else None
+    with launches(comm, op, space, plan.text, dy.device) as launch:
+        _send(launch, plan, dy, cut)
         # Both kernels await every segment, so that what follows may read the slot.
         launch.run(
             gather_kernels.consume_kernel,
@@ -333,10 +413,15 @@ def linear_reduce_scatter_backward(
             # grad[n, k] with n this rank's features of x: stored transposed.
             strides = (dw.stride(1), dw.stride(0))
             _weight_grad(launch, dy, x, dw, strides, cut, total)
-        db = None
-        if need_bias:
-            wide = torch.promote_types(dy.dtype, torch.float32)
-            db = _kept(launch, dy, bounds).sum(0, dtype=wide).to(dy.dtype)
+        if gathered is not None:
+            kept = gathered
+            launch.call(lambda: _keep(launch, dy, bounds, kept))
+        if plan.copies:
+            launch.join()
+    db = None
+    if gathered is not None:
+        wide = torch.promote_types(dy.dtype, torch.float32)
+        db = gathered.sum(0, dtype=wide).to(dy.dtype)
     return dx if need_x else None, dw if need_weight else None, db
 
 
@@ -357,28 +442,28 @@ def linear_all_reduce(
     count = _blocks(total, tiles.rows) * _blocks(features, tiles.columns)
     shots = 1 if plan.one_shot else 2
     widest = max(wire.itemsize, x.dtype.itemsize) if shots == 2 else wire.itemsize
-    space = Space("scatter", comm.world_size, shots * total * features * widest, shots * count)
+    space = exchange_space(total, features, widest, comm.world_size, shots, count)
     kernel = (
         all_reduce_kernels.one_shot_kernel if shots == 1 else all_reduce_kernels.two_shot_kernel
     )
-    with comm.collective(f"{plan.text}, bias {bias is not None}"):
-        with launches(comm, op, space) as launch:
-            launch.run(
-                kernel,
-                min(count, launch.programs),
-                "gemm",
-                "partials, exchanged tile by tile",
-                bias=y if bias is None else bias.contiguous(),
-                y=y,
-                M=total,
-                N=features,
-                HAS_BIAS=bias is not None,
-                WIRE=DTYPES[wire],
-                **tensors,
-                **numbers,
-                **_meta(tiles, *depths),
-                **launch.ranks,
-                **launch.flags,
-                **launch.waits,
-            )
+    text = f"{plan.text}, bias {bias is not None}"
+    with launches(comm, op, space, text, y.device) as launch:
+        launch.run_resident(
+            kernel,
+            min(count, launch.programs),
+            "gemm",
+            "partials, exchanged tile by tile",
+            bias=y if bias is None else bias.contiguous(),
+            y=y,
+            M=total,
+            N=features,
+            HAS_BIAS=bias is not None,
+            WIRE=DTYPES[wire],
+            **tensors,
+            **numbers,
+            **_meta(tiles, *depths),
+            **launch.ranks,
+            **launch.flags,
+            **launch.waits,
+        )
     return y

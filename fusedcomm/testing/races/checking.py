@@ -1,11 +1,13 @@
 """Finding races in recordings: what orders what, and which conflicting accesses nothing orders.
 
-Order is kept in vector clocks: for every thread (the host of a rank, or a program number of its
-launches), how many of its events come before. Two events are ordered if the clock of one counts
-the other. What makes order:
+Order is kept in vector clocks: for every thread (a stream of a rank, or a program number of its
+launches there), how many of its events come before. Two events are ordered if the clock of one
+counts the other. What makes order:
 
 - the events of one program, in their order;
-- launches and the host's own steps on one rank, in their order; not the programs of one launch;
+- launches and the host's own steps on one stream of a rank, in their order; not the programs of
+  one launch;
+- a stream beside another, from where it forks on, and up to where it joins;
 - a counter: the last of a launch's programs that count into it comes after all of the others.
   Which one is last is chance, so the others gain nothing;
 - a flag: a wait comes after the *first* release that satisfies it. What it really saw may have been
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -65,6 +67,19 @@ def check(recordings: Sequence[Recording]) -> list[Race]:
     return _Check(recordings).run()
 
 
+def _thread(event: Event) -> object:
+    return event.rank, event.stream, event.program
+
+
+@dataclass
+class _Stream:
+    """Where the check stands on one stream of a rank, in a launch on it if there is one."""
+
+    clock: np.ndarray
+    launch: object = None
+    programs: dict[int, np.ndarray] = field(default_factory=dict)
+
+
 class _Rank:
     """Where the check stands in one rank's recording."""
 
@@ -73,23 +88,24 @@ class _Rank:
         self.events = recording.events
         self.next = 0
         self._threads = threads
-        self._launch: object = None
-        self._host = np.zeros(len(threads), dtype=np.int64)
-        self._programs: dict[int, np.ndarray] = {}
+        self._streams: dict[str, _Stream] = {}
 
     def thread_of(self, event: Event) -> int:
-        return self._threads[event.rank, event.program]
+        return self._threads[_thread(event)]
 
     def clock_of(self, event: Event) -> np.ndarray:
         """The clock of the event's program, which starts when its launch does."""
-        if event.launch != self._launch:
-            for clock in self._programs.values():
-                np.maximum(self._host, clock, out=self._host)
-            self._programs.clear()
-            self._launch = event.launch
+        if event.stream not in self._streams:
+            self._streams[event.stream] = _Stream(np.zeros(len(self._threads), dtype=np.int64))
+        stream = self._streams[event.stream]
+        if event.launch != stream.launch:
+            for clock in stream.programs.values():
+                np.maximum(stream.clock, clock, out=stream.clock)
+            stream.programs.clear()
+            stream.launch = event.launch
         if event.launch is None:
-            return self._host
-        return self._programs.setdefault(self.thread_of(event), self._host.copy())
+            return stream.clock
+        return stream.programs.setdefault(self.thread_of(event), stream.clock.copy())
 
 
 class _Check:
@@ -99,7 +115,7 @@ class _Check:
         for recording in recordings:
             self._names |= recording.names
             for event in recording.events:
-                threads.setdefault((event.rank, event.program), len(threads))
+                threads.setdefault(_thread(event), len(threads))
         self._ranks = [_Rank(i, r, threads) for i, r in enumerate(recordings)]
         self._position = np.zeros(len(threads), dtype=np.int64)
         self._clocks: dict[_Index, np.ndarray] = {}  # of releases and counts gone by

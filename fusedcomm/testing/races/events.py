@@ -39,6 +39,7 @@ class Event(NamedTuple):
         wanted: the least value that would have ended the wait; None if only ``value`` would.
         where: the line of code.
         buffer: the kernel's argument, for memory that only its rank can see.
+        stream: "" on the call's own stream, else the name of one beside it.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class Event(NamedTuple):
     wanted: int | None = None
     where: str = ""
     buffer: str = ""
+    stream: str = ""
 
     def __str__(self) -> str:
         who = f"rank {self.rank}"
@@ -59,6 +61,8 @@ class Event(NamedTuple):
             x, *others = self.program or (0,)
             program = f"program {(x, *others) if any(others) else x}"
             who += f", launch {self.launch.number} ({self.launch.kernel}), {program}"
+        if self.stream:
+            who += f", {self.stream} stream"
         value = "" if self.value is None else f" of value {self.value}"
         return f"{self.kind}{value} by {who}, at {self.where or 'an unknown line'}"
 

@@ -11,11 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fusedcomm.communicator import Communicator
+from fusedcomm.engines.triton.streams import SideStream
 from fusedcomm.symmetric.shm import Segment
 from fusedcomm.testing.races.addresses import of_tensor
 from fusedcomm.testing.races.recording import Recorder, replaced
 from fusedcomm.waiting import Awaited, Watch
 
+_SIDE = "copy"
+_NEW, _WANTED = {"before": 0}, {"wanted": 1}
 #: They look at a tensor's shape and not into it. (Views are known to torch as such.)
 _SHAPE_ONLY = {
     "aten::empty_like",
@@ -130,6 +133,24 @@ def host_hooks(recorder: Recorder) -> Iterator[None]:
             if peer != self.rank:
                 recorder.note("acquire", arrivals, arrival(peer), value=number, wanted=number)
 
+    def ordered(before: str, after: str) -> None:
+        """What is queued on ``after`` comes behind what was queued on ``before``."""
+        recorder.streams += 1
+        place = ((4 * recorder.streams, 4 * recorder.streams + 4),)
+        points, current = f"streams of rank {recorder.rank}", recorder.stream
+        for stream, kind in ((before, "release"), (after, "acquire")):
+            recorder.stream = stream
+            recorder.note(kind, points, place, value=1, **(_WANTED if kind == "acquire" else _NEW))
+        recorder.stream = current
+
+    @contextlib.contextmanager
+    def watched_entered(self: SideStream) -> Iterator[None]:
+        outer, recorder.stream = recorder.stream, _SIDE
+        try:
+            yield
+        finally:
+            recorder.stream = outer
+
     def get_words(self: Segment) -> Flags | memoryview:
         words: memoryview = vars(self)["words"]
         address = int(np.asarray(words).ctypes.data)
@@ -143,6 +164,12 @@ def host_hooks(recorder: Recorder) -> Iterator[None]:
         replaced(Communicator, collective=watched_collective, barrier=watched_barrier),
         replaced(Segment, __init__=watched_init, words=property(get_words, set_words)),
         replaced(Watch, wait=watched_wait),
+        replaced(
+            SideStream,
+            fork=lambda self: ordered("", _SIDE),
+            join=lambda self: ordered(_SIDE, ""),
+            entered=watched_entered,
+        ),
         accesses,
     ):
         yield

@@ -33,6 +33,9 @@ class Recorder:
         self.book = AddressBook()
         self.launch: Launch | None = None
         self.program: tuple[int, ...] | None = None
+        #: The stream that the host is queuing on, and whether there was one beside the main one.
+        self.stream = ""
+        self.streams = 0
         #: Tensors of the launch: name, first address, address behind it.
         self.buffers: list[tuple[str, int, int]] = []
         self.events: list[Event] = []
@@ -52,7 +55,9 @@ class Recorder:
         for memory, part in self.book.split(ranges):
             if memory is not None:
                 self.note(kind, memory, part, **values)
-            elif self.launch is not None:  # else nobody but this host sees it
+            elif self.stream or (self.streams and kind == "write" and self.launch is None):
+                self.note(kind, f"memory of rank {self.rank}", part, **values)
+            elif self.launch is not None:  # else nobody but this stream sees it
                 start = part[0][0]
                 inside = (name for name, first, end in self.buffers if first <= start < end)
                 buffer = next(inside, "local memory")
@@ -71,6 +76,7 @@ class Recorder:
                 memory,
                 ranges,
                 where=_caller(self.launch),
+                stream=self.stream,
                 **values,
             )
         )
