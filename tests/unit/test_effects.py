@@ -12,7 +12,12 @@ import fusedcomm as fc
 from fusedcomm.ops.library.effects import communicates
 
 #: Those that a rank computes on its own.
-LOCAL = {"fusedcomm::replicated_linear"}
+LOCAL = {
+    f"fusedcomm::{name}"
+    for name in (
+        "cross_entropy_grad", "moe_weight_grad", "own_rows", "replicated_linear", "sum_gradient",
+    )
+}  # fmt: skip
 
 
 def registered() -> set[str]:

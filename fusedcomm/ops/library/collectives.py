@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines import operations_of
+from fusedcomm.ops.library.effects import communicates
 from fusedcomm.planning.collectives import Plan, plan
 from fusedcomm.schedule import scaled_bounds, shard_bounds
 
@@ -131,6 +132,7 @@ def broadcast_into(x: Tensor, out: Tensor, src: int, group: str, channel: str, e
     ops.broadcast(comm, chosen, x.view(-1), out.view(-1), src)
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, op: str, algorithm: str, group: str, channel: str, engine: str) -> Tensor:
     """x reduced over the ranks."""
@@ -157,6 +159,7 @@ def _all_reduce_backward(ctx: Any, dy: Tensor) -> tuple:
 all_reduce.register_autograd(_all_reduce_backward, setup_context=_all_reduce_setup)
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::all_gather", mutates_args=())
 def all_gather(x: Tensor, dim: int, size: int, group: str, channel: str, engine: str) -> Tensor:
     """The ranks' shards joined along ``dim``, which then is ``size`` long."""
@@ -181,6 +184,7 @@ def _all_gather_backward(ctx: Any, dy: Tensor) -> tuple:
 all_gather.register_autograd(_all_gather_backward, setup_context=_all_gather_setup)
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::reduce_scatter", mutates_args=())
 def reduce_scatter(x: Tensor, dim: int, op: str, group: str, channel: str, engine: str) -> Tensor:
     """This rank's shard along ``dim`` of x reduced over the ranks."""
@@ -213,6 +217,7 @@ def _reduce_scatter_backward(ctx: Any, dy: Tensor) -> tuple:
 reduce_scatter.register_autograd(_reduce_scatter_backward, setup_context=_reduce_scatter_setup)
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::all_to_all", mutates_args=())
 def all_to_all(
     x: Tensor,
@@ -247,6 +252,7 @@ def _all_to_all_backward(ctx: Any, dy: Tensor) -> tuple:
 all_to_all.register_autograd(_all_to_all_backward, setup_context=_all_to_all_setup)
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::broadcast", mutates_args=())
 def broadcast(x: Tensor, src: int, group: str, channel: str, engine: str) -> Tensor:
     """x of rank ``src``."""

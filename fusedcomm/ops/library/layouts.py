@@ -28,6 +28,7 @@ from fusedcomm.engines.plain.collectives import (
     all_reduce_in_place,
     reduce_scatter_rows,
 )
+from fusedcomm.ops.library.effects import communicates
 from fusedcomm.schedule import scaled_bounds
 from fusedcomm.trace import span
 
@@ -41,6 +42,7 @@ def _own(group: str, channel: str, size: int, inner: int) -> tuple[int, int]:
     return _bounds(comm, size, inner)[comm.rank]
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::gather_rows", mutates_args=())
 def gather_rows(x: Tensor, size: int, inner: int, group: str, channel: str) -> Tensor:
     """All ranks' rows of a shard ``[rows, features]``."""
@@ -71,6 +73,7 @@ def _(x, size, inner, group, channel):
     return x.new_empty(stop - start, x.shape[1])
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::reduce_scatter_rows", mutates_args=())
 def reduce_scatter(x: Tensor, size: int, inner: int, group: str, channel: str) -> Tensor:
     """This rank's rows of the sum over ranks of ``[rows, features]``."""
@@ -89,6 +92,7 @@ def _(x, size, inner, group, channel):
     return x.new_empty(stop - start, x.shape[1])
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::sum_partials", mutates_args=())
 def sum_partials(x: Tensor, what: str, group: str, channel: str) -> Tensor:
     """The sum over ranks of a tensor; ``what`` names it in messages."""

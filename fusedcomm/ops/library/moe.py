@@ -33,6 +33,7 @@ from fusedcomm.engines import operations_of
 from fusedcomm.engines.choices import dot_choices
 from fusedcomm.engines.routed import Routed
 from fusedcomm.errors import CapacityError
+from fusedcomm.ops.library.effects import communicates
 from fusedcomm.planning.moe import Plan, Terms, plan
 from fusedcomm.planning.routing import Layout, columns_of, drop, sort_choices
 
@@ -66,6 +67,7 @@ def _decide(op: str, like: Tensor, top_k: int, what: str, where: Where) -> _Run:
     return _Run(comm, chosen, terms, operations_of(chosen.engine, "moe"))
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::moe_route", mutates_args=())
 def moe_route(
     ids: Tensor,
@@ -140,6 +142,7 @@ def _received(capacity: int | None) -> Any:
     return torch.library.get_ctx().new_dynamic_size() if capacity is None else capacity
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::moe_dispatch", mutates_args=())
 def moe_dispatch(
     x: Tensor,
@@ -189,6 +192,7 @@ def _dispatch_backward(ctx: Any, d_rows: Tensor, _: Tensor) -> tuple:
 moe_dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::moe_dispatch_weighted", mutates_args=())
 def moe_dispatch_weighted(
     x: Tensor,
@@ -216,6 +220,7 @@ def _(x, weights, table, order, slot, rows, *where):
     return x.new_empty(rows, x.shape[1])
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::moe_combine", mutates_args=())
 def moe_combine(
     h: Tensor,

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from fusedcomm.engines.experts import Experts, Style
+from fusedcomm.ops.library.effects import communicates
 from fusedcomm.ops.library.moe import Where, _decide, _received, moe_weight_grad
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::moe_ffn", mutates_args=())
 def moe_ffn(
     x: Tensor,
@@ -113,6 +115,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple:
 moe_ffn.register_autograd(_backward, setup_context=_setup)
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::moe_ffn_grads", mutates_args=())
 def moe_ffn_grads(
     dy: Tensor,

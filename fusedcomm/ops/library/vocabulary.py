@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines.plain.collectives import all_gather_rows
+from fusedcomm.ops.library.effects import communicates
 from fusedcomm.schedule import shard_bounds
 from fusedcomm.trace import span
 
@@ -79,6 +80,7 @@ def _local_statistics(logits: Tensor, targets: Tensor, first: int, smoothed: boo
     return found
 
 
+@communicates
 @torch.library.custom_op("fusedcomm::vocab_parallel_cross_entropy", mutates_args=())
 def vocab_parallel_cross_entropy(
     logits: Tensor,
