@@ -32,6 +32,7 @@ keeps activations on token shards is :func:`fusedcomm.parallelize`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -161,10 +162,18 @@ _STYLES: dict[str, tuple[TensorParallelLayer, tuple[str, ...]]] = {
 
 
 def register() -> None:
-    """Make this library's styles known to transformers; call it before ``from_pretrained``."""
+    """Make this library's styles known to transformers; call it before ``from_pretrained``.
+
+    With transformers 5.21 or later also ``ep_implementation="fusedcomm"``, for mixtures of experts;
+    see ``fusedcomm.integrations.transformers_moe``.
+    """
     styles: Any = ALL_PARALLEL_STYLES
     for name, (style, _) in _STYLES.items():
         styles.register(name, style)
+    if find_spec("transformers.distributed.expert_parallel"):
+        from fusedcomm.integrations.transformers_moe import register_expert_parallelism
+
+        register_expert_parallelism()
 
 
 def plan(config: Any, tp_size: int, *, auto_class: Any = AutoModelForCausalLM) -> dict[str, str]:

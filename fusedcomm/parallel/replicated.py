@@ -15,13 +15,15 @@ from torch.utils.hooks import RemovableHandle
 
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines.plain.collectives import all_reduce_in_place
+from fusedcomm.nn.moe import MoE
 from fusedcomm.nn.sharded import ShardedModule
 
 
 def sync_replicated(module: nn.Module, group: Any = None) -> list[RemovableHandle]:
     """From now on, sum the gradients of ``module``'s replicated parameters over ``group``.
 
-    The parameters of this library's parallel layers are left out: their gradients are complete.
+    The parameters of this library's parallel layers are left out: their gradients are complete
+    (of a mixture of experts, those of its router and shared expert, too).
     Everything else in ``module`` must see token shards; call it on the submodules that do (norms,
     say), not on parts that work on all tokens, whose gradients would be counted W times. The sum
     takes place in each backward pass before the gradient is accumulated, so it is right under
@@ -38,8 +40,8 @@ def sync_replicated(module: nn.Module, group: Any = None) -> list[RemovableHandl
     complete = {
         id(parameter)
         for layer in module.modules()
-        if isinstance(layer, ShardedModule)
-        for parameter in layer.parameters(recurse=False)
+        if isinstance(layer, (ShardedModule, MoE))
+        for parameter in layer.parameters(recurse=isinstance(layer, MoE))
     }
     return [
         parameter.register_hook(_sum_over(comm, name))
