@@ -23,6 +23,7 @@ from fusedcomm.ops.collectives import (
     reduce_scatter,
 )
 from fusedcomm.ops.moe import Dispatched, combine, dispatch, moe_ffn
+from fusedcomm.ops.point_to_point import batch_send_recv, irecv, isend, recv, send
 from fusedcomm.ops.tensor_parallel import (
     all_gather_linear,
     linear_all_reduce,
@@ -51,17 +52,22 @@ __all__ = [
     "all_gather_linear",
     "all_reduce",
     "all_to_all",
+    "batch_send_recv",
     "broadcast",
     "combine",
     "dispatch",
     "errors",
+    "irecv",
+    "isend",
     "linear_all_reduce",
     "linear_reduce_scatter",
     "moe_ffn",
     "nn",
     "parallel",
+    "recv",
     "reduce_scatter",
     "replicated_linear",
+    "send",
     "trace",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",

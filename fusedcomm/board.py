@@ -4,6 +4,7 @@ Each rank of a communicator owns one block, in shared memory of its own, that al
 read::
 
     word 0                      state: RUNNING, CLOSED, or the kind of failure
+    words 4 .. 7                a wait that takes long: kind, peer, number of the wait, beat
     byte 64                     reason: int32 length, UTF-8 text
     byte 2048 + 128 * source    barrier flag, set by ``source``
     after these                 BOARDS entries of 512 bytes: int64 call number, int32 length, text
@@ -28,6 +29,7 @@ BOARDS = 64
 FLAG_STRIDE = 128
 _REASON, _REASON_SPACE = 64, 1900
 _BARRIER = 2048
+_WAITING = 4
 _ENTRY, _TEXT = 512, 12
 
 
@@ -70,14 +72,33 @@ class ControlBlock:
         """The word that ``source`` sets in this block when it arrives at a barrier."""
         return (_BARRIER + FLAG_STRIDE * source) // 4
 
+    def set_waiting(self, kind: int, peer: int, number: int) -> None:
+        """Say, on the owner, what it waits in and for whom; see ``circles``. Kind 0: nothing."""
+        self._words[_WAITING] = 0
+        self._words[_WAITING + 1] = peer
+        self._words[_WAITING + 2] = number
+        self._words[_WAITING] = kind
+
+    def beat(self) -> None:
+        """The owner looked once more, and still waits."""
+        self._words[_WAITING + 3] = (self._words[_WAITING + 3] + 1) & 0x7FFFFFFF
+
+    def waiting(self) -> tuple[int, int, int, int]:
+        """Kind, peer, number and beat of the owner's present wait."""
+        while True:
+            number = self._words[_WAITING + 2]
+            kind, peer, _, beat = self._words[_WAITING : _WAITING + 4]
+            if number == self._words[_WAITING + 2]:
+                return kind, peer, number, beat
+
     @staticmethod
-    def fit(text: str) -> str:
+    def fit(text: str, space: int = _ENTRY - _TEXT) -> str:
         """``text`` as an entry holds it: a longer one is cut, and told apart by its digest."""
         encoded = text.encode()
-        if len(encoded) <= _ENTRY - _TEXT:
+        if len(encoded) <= space:
             return text
         digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
-        return f"{encoded[: _ENTRY - _TEXT - 20].decode(errors='ignore')}… {digest}"
+        return f"{encoded[: space - 20].decode(errors='ignore')}… {digest}"
 
     def post(self, number: int, text: str) -> None:
         """Write call ``number`` on the board; ``text`` must ``fit``."""

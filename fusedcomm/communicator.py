@@ -24,6 +24,7 @@ from fusedcomm.board import ControlBlock
 from fusedcomm.errors import ClosedError, FusedcommError
 from fusedcomm.gpu import GpuSide, is_capturing, refuse_growth
 from fusedcomm.groups import device_of, resolve_group
+from fusedcomm.pairs import Pairs
 from fusedcomm.planning import spaces
 from fusedcomm.protocol import Call, Space, Workspace
 from fusedcomm.rendezvous import Place, meet
@@ -96,6 +97,7 @@ class Communicator:
         self.plans: dict[Any, Any] = {}
         self._workspaces: dict[str, Workspace] = {}
         self._captured: list[Workspace] = []
+        self._pairs: Pairs | None = None
         self._symmetric: dict[int, weakref.ref[SymmetricTensor]] = {}
         self._gpu: GpuSide | None = None
         self._thread: int | None = None
@@ -319,6 +321,22 @@ class Communicator:
             self._watch.fail(error)
             raise
 
+    @contextmanager
+    def pairwise(self) -> Iterator[Pairs]:
+        """The transfers between pairs of ranks; an error in the block is fatal, as in a call.
+
+        They are no calls of all ranks, so that nothing is announced.
+        """
+        self.require_usable()
+        self._require_thread()
+        try:
+            if self._pairs is None:
+                self._pairs = Pairs(self._watch, self.first_epoch)
+            yield self._pairs
+        except BaseException as error:
+            self._watch.fail(error)
+            raise
+
     def take(self, op: str, space: Space) -> Call:
         """Within ``collective``: a slot of a workspace, which is grown if it must be.
 
@@ -468,6 +486,10 @@ class Communicator:
                 raise
             raise self._watch.explained(error, awaited) from error
 
+    def explained(self, op: str, error: RuntimeError) -> FusedcommError:
+        """Why something of torch.distributed failed, as one of our own errors."""
+        return self._watch.explained(error, Awaited(op, self._watch.number, -1, "the message"))
+
     def workspace_bytes(self) -> dict[str, dict[str, int]]:
         """Symmetric memory held by this rank: kind of workspace -> bytes of data and of flags."""
         return {
@@ -501,6 +523,8 @@ class Communicator:
         self._workspaces.clear()
         self._captured.clear()
         self._gpu = None
+        if self._pairs is not None:
+            self._pairs.close()
         self._links.close()
         key = (self.group.group_name, self.channel)
         if _cache.get(key) is self:

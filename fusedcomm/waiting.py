@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 from torch.distributed import Work
 
-from fusedcomm import board
+from fusedcomm import board, circles
 from fusedcomm.errors import (
     AbortedError,
     ClosedError,
@@ -26,6 +27,9 @@ from fusedcomm.errors import (
 )
 from fusedcomm.symmetric.fence import make_fence
 from fusedcomm.symmetric.links import POLL_S, Links
+
+#: The message with which an ordered pair's memory comes; others belong to calls of all ranks.
+PAIR = b"pair"
 
 _STATE_OF: dict[type[BaseException], int] = {
     PeerLostError: board.LOST,
@@ -93,6 +97,13 @@ class Watch:
         self._blocks = blocks
         self._own = blocks[rank]
         self._text = ""
+        #: Lets transfers that are under way go on while this rank waits for something else.
+        self.background: Callable[[], object] | None = None
+        #: What a pair of ranks can have under way, for messages.
+        self.buffer_bytes = 0
+        self._circles = circles.Circles(rank, blocks)
+        #: Messages that came while one of the other kind was awaited.
+        self._held: defaultdict[tuple[int, bool], deque[tuple[bytes, int]]] = defaultdict(deque)
 
     @property
     def state(self) -> int:
@@ -140,9 +151,36 @@ class Watch:
         for _ in range(_SPINS):
             if reached(words[index], wanted):
                 return
+        self.wait_until(
+            lambda: reached(words[index], wanted), self.background, circles.CALL, peer, awaited
+        )
+
+    def poll(self, words: memoryview, index: int, wanted: int) -> bool:
+        """Whether the flag ``words[index]`` has reached ``wanted``; data may be used if so."""
+        if not reached(words[index], wanted):
+            return False
+        self.fence()
+        return True
+
+    def wait_until(
+        self,
+        over: Callable[[], bool],
+        progress: Callable[[], object] | None,
+        kind: int,
+        peer: int,
+        awaited: Awaited,
+    ) -> None:
+        """Wait until ``over()``, which ``peer`` brings about, with the errors of ``wait``.
+
+        Args:
+            progress: what is to be done meanwhile, again and again.
+            kind: what is waited in; see ``circles``.
+        """
         start = time.monotonic()
         look = start + POLL_S
-        while not reached(words[index], wanted):
+        while not over():
+            if progress is not None:
+                progress()
             now = time.monotonic()
             if now < start + _YIELD_S:
                 os.sched_yield()
@@ -151,9 +189,11 @@ class Watch:
             if now >= look:
                 gone = self._gone(peer)
                 # A peer that finished its part and left is no fault: look once more.
-                if reached(words[index], wanted):
+                if progress is not None:
+                    progress()
+                if over():
                     return
-                self._check(peer, awaited, start, gone)
+                self._check(peer, awaited, start, gone, kind)
                 look = now + POLL_S
 
     def await_call(self, peer: int, awaited: Awaited) -> None:
@@ -171,7 +211,7 @@ class Watch:
         """One look at every peer, before something is begun that needs them all."""
         start = time.monotonic()
         for peer in self.links.peers:
-            self._check(peer, awaited, start, self._gone(peer))
+            self._check(peer, awaited, start, self._gone(peer), 0)
 
     def await_work(self, work: Work, awaited: Awaited) -> None:
         """Wait for torch.distributed's collective of CPU ranks, with the errors of ``wait``."""
@@ -206,12 +246,20 @@ class Watch:
 
         return relax
 
-    def _check(self, peer: int | None, awaited: Awaited, start: float, gone: str | None) -> None:
+    def _check(
+        self,
+        peer: int | None,
+        awaited: Awaited,
+        start: float,
+        gone: str | None,
+        kind: int = circles.CALL,
+    ) -> None:
         """Raise if the wait for ``peer``, begun at ``start``, cannot succeed.
 
         Args:
             peer: None where nobody knows which of the others is missing.
             gone: why nothing more will come from it, if so.
+            kind: what is waited in, see ``circles``; 0 if it is for no one rank.
         """
         whom = "the other ranks" if peer is None else f"rank {peer}"
         if self._own.state == board.CLOSED:
@@ -226,6 +274,10 @@ class Watch:
                 raise failure(block)
         if gone is not None:
             raise PeerLostError(f"rank {self.rank} waits for {awaited} of {whom}, but {gone}")
+        if peer is not None and kind:
+            chain = self._circles.look(start, kind, peer)
+            if chain is not None:
+                raise MismatchError(circles.describe(chain, self.buffer_bytes, self._text))
         if time.monotonic() - start > self.timeout_s:
             raise PeerTimeoutError(
                 f"rank {self.rank} waited {self.timeout_s:g} s for {awaited} of {whom}"
@@ -237,7 +289,7 @@ class Watch:
         try:
             while self.links.peers and time.monotonic() < start + _DEATH_S:
                 for peer in self.links.peers:
-                    self._check(peer, awaited, start, self._gone(peer))
+                    self._check(peer, awaited, start, self._gone(peer), 0)
                 time.sleep(POLL_S / 5)
         except FusedcommError as found:
             return found
@@ -246,15 +298,32 @@ class Watch:
     def receive(self, peer: int, awaited: Awaited) -> tuple[bytes, int]:
         """The next message and descriptor of ``peer``, with the errors of ``wait``."""
         start = time.monotonic()
+        held = self._held[peer, False]
         try:
-            while not self.links.pending(peer, POLL_S):
-                gone = self._gone(peer)
-                if not self.links.pending(peer, 0.0):
-                    self._check(peer, awaited, start, gone)
-            return self.links.receive(peer)
+            while not held:
+                while not self.links.pending(peer, POLL_S):
+                    gone = self._gone(peer)
+                    if not self.links.pending(peer, 0.0):
+                        self._check(peer, awaited, start, gone)
+                self._take_message(peer)
+            return held.popleft()
         except ConnectionError as error:
             self._check(peer, awaited, start, self._gone(peer) or str(error))
             raise
+
+    def receive_pair(self, peer: int) -> int | None:
+        """The descriptor of the memory in which ``peer`` sends to this rank, if it has come."""
+        held = self._held[peer, True]
+        try:
+            while not held and self.links.connected(peer) and self.links.pending(peer, 0.0):
+                self._take_message(peer)
+        except ConnectionError:
+            return None  # It is gone: the wait will say so.
+        return held.popleft()[1] if held else None
+
+    def _take_message(self, peer: int) -> None:
+        message = self.links.receive(peer)
+        self._held[peer, message[0] == PAIR].append(message)
 
     def send(self, peer: int, payload: bytes, descriptor: int, awaited: Awaited) -> None:
         """Send a message and a descriptor to ``peer``, with the errors of ``wait``."""
@@ -271,6 +340,12 @@ class Watch:
     def forget(self) -> None:
         """Let go of the peers' control blocks."""
         self._blocks = {self.rank: self._own}
+        self._circles = circles.Circles(self.rank, self._blocks)
+        self.background = None
+        for messages in self._held.values():
+            for _, descriptor in messages:
+                os.close(descriptor)
+        self._held.clear()
 
     @property
     def text(self) -> str:

@@ -19,8 +19,10 @@ LAYERS = [
     {
         "between",
         "board",
+        "circles",
         "groups",
         "kernels",
+        "pairs",
         "programs",
         "protocol",
         "rendezvous",
