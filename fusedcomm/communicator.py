@@ -470,17 +470,35 @@ class Communicator:
         for peer in self._links.peers:
             self._watch.compare(peer)
 
+    @property
+    def current_call(self) -> str:
+        """Within ``collective``: its text, as on the board."""
+        return self._watch.text
+
     def run_torch(self, op: str, start: Callable[[], Work | None]) -> None:
         """Within ``collective``: start one of torch.distributed and wait, with our own errors."""
-        awaited = Awaited(op, self._watch.number, -1, "the collective")
-        try:
-            work = start()
-            if work is None:
-                return
+        self.await_torch(op, self.start_torch(op, start))
+
+    def start_torch(self, op: str, start: Callable[[], Work | None]) -> Work | None:
+        """Within ``collective``: start one of torch.distributed, with our own errors."""
+        with self._torch_errors(op):
+            return start()
+
+    def await_torch(self, op: str, work: Work | None) -> None:
+        """Within ``collective``: wait for what was started, with our own errors."""
+        if work is None:
+            return
+        with self._torch_errors(op) as awaited:
             if self._links.peers and self.device.type == "cpu":
                 self._watch.await_work(work, awaited)
             else:
                 work.wait()
+
+    @contextmanager
+    def _torch_errors(self, op: str) -> Iterator[Awaited]:
+        awaited = Awaited(op, self._watch.number, -1, "the collective")
+        try:
+            yield awaited
         except RuntimeError as error:
             if isinstance(error, FusedcommError):
                 raise
@@ -572,7 +590,7 @@ class Communicator:
     def _require_shared_memory(self, what: str) -> None:
         if not self.shares_memory:
             raise ValueError(
-                f"{what} needs ranks that share memory, but this group spans several machines"
+                f"{what} needs ranks that share memory, but this group has several domains"
             )
 
     def _require_thread(self) -> None:

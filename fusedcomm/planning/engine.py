@@ -39,6 +39,8 @@ def choose_engine(
         return engine, f"the {engine} engine was asked for"
     if obstacle is None and device.type == "cuda":
         return "triton", "GPU tensors of ranks that reach each other's memory"
+    if obstacle is None and comm.inside is not None:
+        return "host", "CPU tensors; overlapped inside each domain, torch.distributed between them"
     if obstacle is None:
         return "host", "CPU tensors of ranks that share memory"
     if engine != "auto":
@@ -51,8 +53,10 @@ def _obstacle(
     comm: Communicator, device: torch.device, dtype: torch.dtype, engine: str, kernels: bool
 ) -> str | None:
     """Why an overlapped engine cannot serve; ``auto`` means the device's own."""
-    if not comm.shares_memory:
-        return "the group's ranks do not share memory (several machines)"
+    if comm.inside is not None and (engine == "triton" or device.type == "cuda"):
+        return "its kernels serve one domain, and the group has several"
+    if not comm.shares_memory and comm.inside is None:
+        return "the group's ranks do not share memory, and form no domains of one size above 1"
     if device.type == "cuda" and not kernels:
         return "this operation has no kernels yet"
     if device.type == "cuda":

@@ -90,7 +90,8 @@ def plan(
     bounds = scaled_bounds(size, comm.world_size, inner)
     rows = bounds[0][1]
     chunked = chosen == "triton" or (chosen == "host" and is_chunked(bounds))
-    summed_everywhere = op == "linear_all_reduce" and chosen != "plain"
+    # Between domains every byte should cross once, so there each rank sums its own part.
+    summed_everywhere = op == "linear_all_reduce" and chosen != "plain" and comm.inside is None
     one_shot = summed_everywhere and is_one_shot(bounds, features * wire.itemsize)
     if chosen == "host":
         reason += (
@@ -132,12 +133,17 @@ def is_copied(op: str, chunk_bytes: int, world_size: int) -> bool:
 
 def gather_space(bounds: Bounds, row_bytes: int, pieces: int = 1) -> Space:
     """Every rank offers its chunk in its own memory."""
-    return Space("gather", 1, bounds[0][1] * row_bytes, pieces)
+    return Space("gather", 1, _longest(bounds) * row_bytes, pieces)
 
 
 def scatter_space(bounds: Bounds, row_bytes: int, pieces: int = 1) -> Space:
     """Every rank writes a part of each chunk into its owner's memory."""
-    return Space("scatter", len(bounds), bounds[0][1] * row_bytes, pieces)
+    return Space("scatter", len(bounds), _longest(bounds) * row_bytes, pieces)
+
+
+def _longest(bounds: Bounds) -> int:
+    """Rows of the longest chunk; the chunks of one domain of several need not begin at row 0."""
+    return max(stop - start for start, stop in bounds)
 
 
 def one_shot_space(rows: int, row_bytes: int) -> Space:

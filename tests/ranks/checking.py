@@ -15,6 +15,7 @@ from torch import Tensor
 import fusedcomm as fc
 from fusedcomm.ops.library import tensor_parallel as library
 from fusedcomm.planning import tensor_parallel as planning
+from fusedcomm.protocol import Workspace
 from tests.ranks.cases import Case, Local, Problem, call, expected
 
 #: The most pieces that a chunk is cut into by these tests.
@@ -93,7 +94,7 @@ def overlap(a: range, b: range) -> bool:
 def check_own_memory(case: Case, found: Local, comm: fc.Communicator) -> None:
     """No result shares memory with an input, another result, or symmetric memory."""
     taken = {f"input {name}": storage_range(x) for name, x in found.inputs.items()}
-    for kind, workspace in comm._workspaces.items():
+    for kind, workspace in workspaces(comm):
         for owner, segment in enumerate(workspace.segments):
             taken[f"{kind} of rank {owner}"] = range(
                 segment.address, segment.address + segment.size
@@ -115,10 +116,16 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def workspaces(comm: fc.Communicator) -> list[tuple[str, Workspace]]:
+    """The communicator's workspaces, or its domain's, where it has several."""
+    return list((comm.inside or comm)._workspaces.items())
+
+
 def poison_slots(comm: fc.Communicator) -> None:
     """Fill this rank's part of every workspace's data with NaN; call it between two barriers."""
-    for workspace in comm._workspaces.values():
-        data = workspace.segments[comm.rank].bytes[workspace._data :]
+    for _, workspace in workspaces(comm):
+        rank = comm.rank if comm.inside is None else comm.inside.rank
+        data = workspace.segments[rank].bytes[workspace._data :]
         data[:] = b"\xff" * len(data)
 
 

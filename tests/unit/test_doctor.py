@@ -144,4 +144,5 @@ def test_what_runs_how_is_what_the_planner_says(monkeypatch: pytest.MonkeyPatch)
     found = engines.examine()
     assert named(found, "CPU ranks of one machine").value == "host"
     assert named(found, "CPU ranks that share nothing").value == "plain"
+    assert "inside each domain" in named(found, "CPU ranks of equal domains").text
     assert "TRITON_INTERPRET=1 before" in named(found, 'engine="triton" on CPU').text

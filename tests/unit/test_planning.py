@@ -27,6 +27,7 @@ class Ranks:
 
     world_size: int
     shares_memory: bool = True
+    inside: Any = None
     rank: int = 0
     domain: Domain = Domain("a reason", copies=False)
 
@@ -47,6 +48,14 @@ def decide(ranks: Ranks, op: str = "linear_all_reduce", size: int = 8, **changes
 
 
 # Which engine
+
+
+def test_equal_domains_overlap_inside() -> None:
+    ranks = Ranks(4, shares_memory=False, inside=Ranks(2))
+    chosen = decide(ranks)
+    assert (chosen.engine, chosen.one_shot) == ("host", False) and "domain" in chosen.reason
+    with pytest.raises(ValueError, match="the group has several"):
+        decide(ranks, engine="triton")
 
 
 def test_cpu_ranks_that_share_memory_overlap() -> None:

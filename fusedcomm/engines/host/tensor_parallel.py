@@ -9,7 +9,8 @@ linear_all_reduce      the same                                y [T, N], the sum
 ====================== ======================================= =====================================
 
 Every function is one call on the communicator: announced on the board with all that must be equal
-on every rank, then carried out by ``gather`` and ``scatter``, which hold the protocol.
+on every rank, then carried out by ``gather`` and ``scatter``, which hold the protocol; ``group``
+puts them together where the group has several domains.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from __future__ import annotations
 import torch
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.host.gather import describe, gather
-from fusedcomm.engines.host.scatter import add_in_order, reduce_scatter
+from fusedcomm.engines.host.gather import describe
+from fusedcomm.engines.host.group import gather, reduce_scatter
+from fusedcomm.engines.host.scatter import add_in_order
 from fusedcomm.engines.products import add_linears, linear_into, sum_of_linears
 from fusedcomm.planning.tensor_parallel import Plan, one_shot_space
 from fusedcomm.schedule import successors

@@ -1,0 +1,190 @@
+"""The tensor-parallel operations over several domains: right, and every byte crosses once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm as fc
+from fusedcomm.testing import straggler
+from tests.conftest import Pools
+from tests.ranks.cases import CUTS_TOKENS, OPS, Case, Problem, call
+from tests.ranks.checking import check, planned
+from tests.ranks.test_tensor_parallel import DTYPES
+
+TWO_OF_TWO, INTERLEAVED, FOUR_OF_TWO = "0,1;2,3", "0,2;1,3", "0,1;2,3;4,5;6,7"
+
+
+def cases() -> Iterator[Case]:
+    """Rows that do not divide, fewer than ranks, none; every cut dimension, dtype and layout."""
+    for op in OPS:
+        for rows in (8, 7, 1, 0, 40, 13):
+            yield Case(op, (rows,))
+        for dim in range(2) if op in CUTS_TOKENS else (0,):
+            yield Case(op, (5, 3), dim)
+        for dtype in DTYPES:
+            yield Case(op, (11,), k=33, n=20, dtype=dtype, values="signed", layout="steps")
+        yield Case(op, (50,), k=96, n=64, dtype=torch.bfloat16, values="ones")
+        yield Case(op, (9,), k=5, n=3, bias=False)
+        yield Case(op, (4,), k=0)
+    for options in ({"save_gathered": True}, {"return_gathered": True}):
+        yield Case("all_gather_linear", (10,), n=(10, 3), bias=(True, False), options=options)
+    wide = {"wire_dtype": torch.float32}
+    yield Case("linear_all_reduce", (10,), k=100, dtype=torch.bfloat16, options=wide)
+
+
+def check_domains(rank: int, some: list[Case]) -> None:
+    """As planned, and as for larger problems: cut by chunks, and in pieces."""
+    comm = fc.Communicator.of()
+    assert len(comm.topology.domains) > 1 and comm.inside is not None
+    for plans in ({}, {"min_chunk_rows": 1, "pieces": 2}):
+        with planned(**plans):
+            check(rank, some)
+
+
+@pytest.mark.parametrize("domains", [TWO_OF_TWO, INTERLEAVED])
+def test_two_domains_of_two(pools: Pools, domains: str) -> None:
+    pool = pools(4, FUSEDCOMM_DOMAINS=domains)
+    some = list(cases()) if domains == TWO_OF_TWO else list(cases())[::3]
+    pool.run(check_domains, some)
+
+
+def test_four_domains_of_two(pools: Pools) -> None:
+    some = [case for case in cases() if case.tokens in ((13,), (5, 3), (1,))]
+    pools(8, FUSEDCOMM_DOMAINS=FOUR_OF_TWO).run(check_domains, some, timeout_s=120)
+
+
+def crossing(rank: int, rows: int) -> dict[str, list[int]]:
+    """Bytes that every rank sends to other domains in one call, by operation."""
+    comm = fc.Communicator.of()
+    assert comm.between is not None
+    world_size, found = dist.get_world_size(), {}
+    for op in OPS:
+        case = Case(op, (rows,), k=16, n=24, needs="")
+        before = comm.between.bytes_sent
+        call(case, Problem.of(case, world_size), rank, world_size)
+        counted = torch.tensor([comm.between.bytes_sent - before])
+        everyone = [torch.empty_like(counted) for _ in range(world_size)]
+        dist.all_gather(everyone, counted)
+        found[op] = [int(count) for count in everyone]
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "domains"), [(4, TWO_OF_TWO), (8, FOUR_OF_TWO)])
+@pytest.mark.parametrize("rows", [16, 13, 3])
+def test_bytes_across_are_those_of_the_table(
+    pools: Pools, world_size: int, domains: str, rows: int
+) -> None:
+    """Per rank 2 (N-1)/N of S/g for an all-reduce and half of it for each of its parts."""
+    n, g = domains.count(";") + 1, 2
+    found = pools(world_size, FUSEDCOMM_DOMAINS=domains).run(crossing, rows)[0]
+    gathered, summed = rows * 16 * 4, rows * 24 * 4
+    expected = {
+        "all_gather_linear": gathered,
+        "linear_reduce_scatter": summed,
+        "linear_all_reduce": 2 * summed,
+        "replicated_linear": 0,
+    }
+    for op, size in expected.items():
+        # (N-1)/N S/g for each of N g ranks; exact in sum with uneven shards too.
+        assert sum(found[op]) == (n - 1) * size, (op, found[op])
+        if rows % world_size == 0:
+            assert found[op] == [(n - 1) * size // (n * g)] * world_size, op
+
+
+def bits(rank: int, late: int | None) -> list[bytes]:
+    """The result of an all-reduce, twice, with a rank that is late or without."""
+    found = []
+    for dtype, rows in product((torch.float32, torch.bfloat16), (5, 600)):
+        torch.manual_seed(rank)
+        x, weight = torch.randn(rows, 40, dtype=dtype), torch.randn(24, 40, dtype=dtype)
+        if late is None:
+            y = fc.linear_all_reduce(x, weight)
+        else:
+            with straggler(late, "signal", 0.003):
+                y = fc.linear_all_reduce(x, weight)
+        found.append(y.view(torch.uint8).numpy().tobytes())
+    return found
+
+
+def test_sums_are_equal_on_all_ranks_and_reproducible(pools: Pools) -> None:
+    pool = pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO)
+    first = pool.run(bits, None)
+    assert all(one == first[0] for one in first)
+    assert pool.run(bits, 1) == first
+
+
+def check_training(rank: int) -> None:
+    """A block of layers, forward and backward, against the unsharded one."""
+    torch.manual_seed(3)
+    first, second = torch.nn.Linear(12, 20).double(), torch.nn.Linear(20, 12).double()
+    x = torch.randn(14, 12, dtype=torch.float64)
+    column = fc.nn.ColumnParallelLinear.from_linear(first)
+    row = fc.nn.RowParallelLinear.from_linear(second)
+    leaf = x.chunk(4)[rank].clone().requires_grad_()
+    y = row(column(leaf, gathered_size=14))
+    whole = x.clone().requires_grad_()
+    expected = second(first(whole))
+    expected.square().sum().backward()
+    y.square().sum().backward()
+    torch.testing.assert_close(y, expected.chunk(4)[rank])
+    assert leaf.grad is not None and whole.grad is not None
+    torch.testing.assert_close(leaf.grad, whole.grad.chunk(4)[rank])
+
+
+def test_layers_train_over_domains(pools: Pools) -> None:
+    pools(4, FUSEDCOMM_DOMAINS=INTERLEAVED).run(check_training)
+
+
+def differ(rank: int) -> str:
+    x = torch.ones(4, 6 if rank < 2 else 8)
+    with pytest.raises(fc.FusedcommError) as caught:
+        fc.linear_all_reduce(x, torch.ones(5 if rank < 2 else 7, x.shape[1]))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_domains_that_disagree_are_told(pools: Pools) -> None:
+    pool = pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO)
+    for said in pool.run(differ):
+        assert said.startswith("MismatchError: domains disagree"), said
+        assert "[4x1, 5]" in said and "[4x1, 7]" in said
+    pool.restart()
+
+
+def die_in_a_call(rank: int, victim: int) -> str:
+    comm = fc.Communicator.of(timeout_s=20)
+    comm.barrier()
+    if rank == victim:
+        import os
+
+        os._exit(7)
+    try:
+        for _ in range(3):
+            fc.linear_all_reduce(torch.ones(4, 6), torch.ones(5, 6))
+    except fc.FusedcommError as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_dies_is_noticed_in_every_domain(pools: Pools, victim: int) -> None:
+    pool = pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO)
+    outcomes = pool.outcomes(die_in_a_call, victim, timeout_s=30)
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            assert outcome.fate == "returned", outcome
+            assert outcome.value in ("PeerLostError", "AbortedError"), outcome
+
+
+def test_plain_still_serves_several_domains(pools: Pools) -> None:
+    some = [replace(case, engine="plain") for case in cases() if case.tokens == (13,)]
+    pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(check_plain, some)
+
+
+def check_plain(rank: int, some: list[Case]) -> None:
+    check(rank, some)
