@@ -21,6 +21,7 @@ def choose_engine(
     engine: str,
     *,
     kernels: bool = True,
+    across: bool = False,
 ) -> tuple[str, str]:
     """The engine for one call, and a sentence of reason; warns where overlap is lost.
 
@@ -28,13 +29,14 @@ def choose_engine(
         device, dtype: of the tensors.
         engine: what the caller asked for, one of ``ENGINES``.
         kernels: whether there are any for the operation.
+        across: whether the host engine has a form of it for several domains.
 
     Raises:
         ValueError: the engine that was asked for cannot serve this group or device.
     """
     if engine == "plain":
         return "plain", "the plain engine was asked for"
-    obstacle = _obstacle(comm, device, dtype, engine, kernels)
+    obstacle = _obstacle(comm, device, dtype, engine, kernels, across)
     if obstacle is None and engine != "auto":
         return engine, f"the {engine} engine was asked for"
     if obstacle is None and device.type == "cuda":
@@ -50,11 +52,18 @@ def choose_engine(
 
 
 def _obstacle(
-    comm: Communicator, device: torch.device, dtype: torch.dtype, engine: str, kernels: bool
+    comm: Communicator,
+    device: torch.device,
+    dtype: torch.dtype,
+    engine: str,
+    kernels: bool,
+    across: bool,
 ) -> str | None:
     """Why an overlapped engine cannot serve; ``auto`` means the device's own."""
     if comm.inside is not None and (engine == "triton" or device.type == "cuda"):
         return "its kernels serve one domain, and the group has several"
+    if comm.inside is not None and not across:
+        return "this operation overlaps within one domain only, and the group has several"
     if not comm.shares_memory and comm.inside is None:
         return "the group's ranks do not share memory, and form no domains of one size above 1"
     if device.type == "cuda" and not kernels:

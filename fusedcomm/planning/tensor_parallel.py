@@ -86,7 +86,7 @@ def plan(
     Raises:
         ValueError: the engine that was asked for cannot serve this group or device.
     """
-    chosen, reason = choose_engine(comm, device, dtype, engine)
+    chosen, reason = choose_engine(comm, device, dtype, engine, across=True)
     bounds = scaled_bounds(size, comm.world_size, inner)
     rows = bounds[0][1]
     chunked = chosen == "triton" or (chosen == "host" and is_chunked(bounds))

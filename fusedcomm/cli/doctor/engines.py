@@ -47,5 +47,5 @@ def examine() -> list[Finding]:
 def _answer(who: str, comm: Any, device: torch.device) -> Finding:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine, reason = choose_engine(comm, device, torch.bfloat16, "auto")
+        engine, reason = choose_engine(comm, device, torch.bfloat16, "auto", across=True)
     return Finding(_SECTION, who, f"engine {engine}: {reason}", value=engine)
