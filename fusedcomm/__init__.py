@@ -31,6 +31,7 @@ from fusedcomm.ops.tensor_parallel import (
     replicated_linear,
 )
 from fusedcomm.ops.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from fusedcomm.parallel import parallelize
 from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.trace import trace
 
@@ -64,6 +65,7 @@ __all__ = [
     "moe_ffn",
     "nn",
     "parallel",
+    "parallelize",
     "recv",
     "reduce_scatter",
     "replicated_linear",

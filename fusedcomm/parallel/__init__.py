@@ -1,5 +1,6 @@
 """Parallelism around the layers."""
 
 from fusedcomm.parallel.replicated import sync_replicated
+from fusedcomm.parallel.sequence import parallelize
 
-__all__ = ["sync_replicated"]
+__all__ = ["parallelize", "sync_replicated"]

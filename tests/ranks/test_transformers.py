@@ -16,6 +16,7 @@ import fusedcomm as fc
 from fusedcomm.nn.sharded import as_dtensor
 from tests.conftest import Pools
 from tests.ranks.checking import compare, relative_error
+from tests.ranks.decoders import small
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install -e .[demo]")
 
@@ -24,50 +25,8 @@ TEXTS = [
     "Flags are raised when the data is there, and not before",
 ]
 
-#: Name -> class of the configuration, and what differs from ``small``'s.
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
-    "llama with biases, tied": (
-        "LlamaConfig",
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    ),
-    "llama whose heads do not divide": (
-        "LlamaConfig",
-        {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 8},
-    ),
-    "qwen3": ("Qwen3Config", {"head_dim": 8}),
-    "qwen3 whose heads do not divide": (
-        "Qwen3Config",
-        {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 8},
-    ),
-}
-
-
-def small(name: str) -> Any:
-    """A model of this kind: 2 layers, random; ffn and vocabulary are not divided evenly by 3."""
-    import transformers
-
-    kind, options = MODELS[name]
-    shape: dict[str, Any] = dict(
-        vocab_size=97,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=6,
-        max_position_embeddings=64,
-    )
-    config = getattr(transformers, kind)(**(shape | options))
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # as initialised, norms are 1 and biases 0: errors would not show
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-            else:
-                parameter *= 4
-    return model
+#: Of which the ranks divide the heads, or cannot.
+NAMES = ("llama", "llama with biases, tied", "llama of 5 heads", "qwen3", "qwen3 of 5 heads")
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -161,7 +120,7 @@ def check_model(rank: int, path: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", NAMES)
 def test_small_models(pools: Pools, tmp_path: Path, name: str, world_size: int) -> None:
     small(name).save_pretrained(tmp_path)
     pools(world_size, HF_HUB_OFFLINE="1").run(check_model, str(tmp_path), name, timeout_s=180)

@@ -133,7 +133,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
         out = func(*args, **(kwargs or {}))
         for result in out if isinstance(out, (list, tuple)) else [out]:
-            if isinstance(result, Tensor) and result.is_floating_point():
+            if type(result) is Tensor and result.is_floating_point():  # no DTensor: it has less
                 self.numel = max(self.numel, result.numel())
         return out
 
