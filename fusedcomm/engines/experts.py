@@ -31,7 +31,7 @@ LAYOUTS = ("gate_up", "interleaved")
 
 _ALPHA, _LIMIT = 1.702, 7.0  # gpt-oss's constants
 #: Elements of z that are activated at once, in float32.
-_BLOCK = 1 << 16
+_BLOCK = 1 << 18
 
 
 class Style(NamedTuple):
@@ -95,21 +95,20 @@ def activate(z: Tensor, style: Style, out: Tensor) -> None:
     """``out = activation(z)``; z ``[rows, width]``, out ``[rows, ffn]``."""
     wide = torch.promote_types(z.dtype, torch.float32)
     step = max(1, _BLOCK // max(1, z.shape[1]))
+    kind = style.activation
     for start in range(0, z.shape[0], step):
-        part = z[start : start + step]
-        gate, up = _halves(part, style)
-        g = gate.to(wide)
-        kind = style.activation
+        # Widened in one piece, which is several times faster than a half with strides.
+        gate, up = _halves(z[start : start + step].to(wide), style)
         if kind == "relu2":
-            value = g.relu_().square_() if wide != z.dtype else g.relu().square_()
+            value = gate.relu().square_()
         elif kind == "swiglu":
-            value = F.silu(g).mul_(up)
+            value = F.silu(gate).mul_(up)
         elif kind == "gpt_oss":
-            g = g.clamp(max=_LIMIT)
-            value = torch.sigmoid(g * _ALPHA).mul_(g)
-            value.mul_(up.to(wide).clamp(-_LIMIT, _LIMIT).add_(1.0))
+            gate = gate.clamp(max=_LIMIT)
+            value = torch.sigmoid(gate * _ALPHA).mul_(gate)
+            value.mul_(up.clamp(-_LIMIT, _LIMIT).add_(1.0))
         else:
-            value = F.gelu(g, approximate=_approximation(kind)).mul_(up)
+            value = F.gelu(gate, approximate=_approximation(kind)).mul_(up)
         out[start : start + step].copy_(value)
 
 
@@ -124,7 +123,7 @@ def activate_backward(z: Tensor, da: Tensor, style: Style, a: Tensor, dz: Tensor
     step = max(1, _BLOCK // max(1, z.shape[1]))
     for start in range(0, z.shape[0], step):
         rows = slice(start, start + step)
-        gate, up = (half.to(wide) for half in _halves(z[rows], style))
+        gate, up = _halves(z[rows].to(wide), style)
         d_gate, d_up = _halves(dz[rows], style)
         d = da[rows].to(wide, copy=True)  # a may be da
         kind = style.activation

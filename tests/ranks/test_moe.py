@@ -122,3 +122,148 @@ def matrix(engine: str, world_size: int) -> list[Case]:
 @pytest.mark.parametrize("engine", ["host", "plain"])
 def test_against_a_dense_loop(pools: Pools, engine: str, world_size: int) -> None:
     pools(world_size).run(check, matrix(engine, world_size), timeout_s=120)
+
+
+def large(world_size: int) -> list[Case]:
+    """Real extents, and numbers of tokens at the edges of blocks."""
+    tokens = [1, 2, 127, 128, 129, 4095]
+    found = [
+        Case(op, (t, tokens[-1 - i]), k=2 + 6 * (t == 128), experts=8, routing="skewed")
+        for op in OPS
+        for i, t in enumerate(tokens)
+        if i < 3 or op == "moe_ffn"
+    ]
+    for op, hidden in product(OPS, (72, 2880, 7168)):
+        found.append(Case(op, (12, 5), hidden=hidden, ffn=24, routing="sentinels"))
+    found.append(Case("moe_ffn", (40, 9), k=8, experts=256, hidden=72, routing="sentinels"))
+    found.append(Case("pair", (40, 9), k=10, experts=64, hidden=72, routing="random"))
+    # Several pieces to a segment, several units to an expert, products straight to their reader.
+    found.append(Case("moe_ffn", (3000, 700), k=2, experts=3, dtype=torch.bfloat16))
+    found.append(Case("pair", (3000, 700), k=2, experts=3, routing="one expert"))
+    return [replace(case, engine="host") for case in found]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_large_problems(pools: Pools, world_size: int) -> None:
+    pools(world_size).run(check, large(world_size), timeout_s=120)
+
+
+# What a dense loop cannot show
+
+
+def exact(rank: int, engine: str, world_size: int) -> None:
+    """Small integers come back exactly: k copies of each row, each with its weight."""
+    for k, options in product((1, 3, 9), ({}, {"align": 16}, {"capacity": 400 * world_size})):
+        generator = torch.Generator().manual_seed(rank)
+        tokens = 11 + 20 * rank
+        x = torch.randint(-8, 9, (tokens, 40), generator=generator).to(torch.bfloat16)
+        ids = torch.randint(-1, 6, (tokens, k), generator=generator)
+        weights = torch.randint(0, 4, (tokens, k), generator=generator).double()
+        d = fc.dispatch(x, ids, weights, 5, engine=engine, **options)
+        y = fc.combine(d.x, d)
+        taken = (weights * ((ids >= 0) & (ids < 5))).sum(1, keepdim=True)
+        assert torch.equal(y, (x.double() * taken).to(torch.bfloat16)), f"k={k}, {options}"
+        # The same plan with other rows, of another size, and back in another size still.
+        again = fc.dispatch(x[:, :8].float(), plan=d)
+        assert torch.equal(again.x, d.x[:, :8].float())
+        back = fc.combine(torch.cat([again.x, again.x], 1), again)
+        assert torch.equal(back[:, 8:], (x[:, :8].double() * taken).float())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("engine", ["host", "plain"])
+def test_rows_come_back_exactly_and_plans_are_replayed(
+    pools: Pools, engine: str, world_size: int
+) -> None:
+    pools(world_size).run(exact, engine, world_size)
+
+
+def dropped(rank: int, engine: str, world_size: int) -> list[int]:
+    """Choices that find no room are as if they had no expert; how many, by case."""
+    counts = []
+    for align, capacity in ((1, 5), (4, 8), (4, 3), (1, 0)):
+        everyone = []
+        for r in range(world_size):
+            generator = torch.Generator().manual_seed(100 + r)
+            everyone.append(torch.randint(-1, 4, (6, 2), generator=generator))
+        # The rows of each expert, by a loop over sources, tokens and choices.
+        rows, full = [0] * 4, [False] * world_size
+        mine = everyone[rank].clone()
+        block = -(-4 // world_size)
+        for source, ids in enumerate(everyone):
+            for token, choice in (ids >= 0).nonzero().tolist():
+                expert = int(ids[token, choice])
+                owner = expert // block
+                rows[expert] += 1
+                own = rows[owner * block : (owner + 1) * block]
+                if full[owner] or sum(-(-n // align) * align for n in own) > capacity:
+                    full[owner] = True
+                    rows[expert] -= 1
+                    if source == rank:
+                        mine[token, choice] = -1
+        x = torch.rand(6, 8, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+        options: dict[str, Any] = {"align": align, "capacity": capacity, "engine": engine}
+        d = fc.dispatch(x, everyone[rank], None, 4, overflow="drop", **options)
+        y = fc.combine(d.x * 2.0, d)
+        taken = (mine >= 0).sum(1, keepdim=True)
+        assert d.x.shape[0] == capacity
+        assert int(d.dropped) == int((everyone[rank] >= 0).sum() - (mine >= 0).sum())
+        assert d.counts.tolist() == rows[rank * block : (rank + 1) * block]
+        torch.testing.assert_close(y, x * 2.0 * taken)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, (2.0 * taken).expand(6, 8))
+        # Another time the same call is an error, on every rank, and does no harm.
+        if any(full):
+            with pytest.raises(fc.CapacityError, match=f"but capacity is {capacity}"):
+                fc.dispatch(x, everyone[rank], None, 4, **options)
+        counts.append(int(d.dropped))
+    return counts
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("engine", ["host", "plain"])
+def test_what_finds_no_room_is_dropped_and_counted(
+    pools: Pools, engine: str, world_size: int
+) -> None:
+    found = pools(world_size).run(dropped, engine, world_size)
+    assert all(sum(counts) > 0 for counts in zip(*found, strict=True))
+
+
+def workspace_bytes(rank: int, k: int) -> list[tuple[int, int]]:
+    """Bytes held, and bytes by the formula, without and with limits."""
+    hidden, experts, found = 256, 8, []
+    for number, options in enumerate(({}, {"capacity": 128, "max_tokens": 32})):
+        comm = fc.Communicator.of(channel=f"bytes {number} {k}")
+        tokens = 24 - 8 * rank
+        ids = (torch.arange(tokens * k) % experts).view(tokens, k)
+        x = torch.ones(tokens, hidden, dtype=torch.bfloat16)
+        d = fc.dispatch(x, ids, None, experts, group=comm, **options)
+        fc.combine(d.x, d)
+        held = comm.workspace_bytes()
+        world_size, local = comm.world_size, -(-experts // comm.world_size)
+        totals = [(24 - 8 * r) * k for r in range(world_size)]
+        most = max(
+            sum(len([i for i in range(n) if i % experts // local == r]) for n in totals)
+            for r in range(world_size)
+        )
+        received = options.get("capacity", most)
+        sent = k * options.get("max_tokens", 24)
+        data = 2 * hidden * 2 * (received + sent)
+        # Flags: of each slot an epoch and a reader's word per rank, and one a piece and source.
+        chunks = local * 4 + 1
+        flags = 2 * 2 * (1 + world_size * (chunks + 1)) + (1 + 2 * world_size)
+        counts = held.pop("moe counts")
+        assert counts["data"] == world_size * 128  # rows of 4 · E bytes, in whole cache lines
+        pages = [4096 * -(-128 * 2 * (1 + world_size * (chunks + 1)) // 4096)] * 2
+        assert sum(kind["flags"] for kind in held.values()) == sum(pages)
+        assert 128 * flags <= sum(pages) + counts["flags"]
+        found.append((sum(kind["data"] for kind in held.values()), data))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_memory_is_what_the_formula_says(pools: Pools, world_size: int) -> None:
+    for k in (2, 4):
+        for per_rank in pools(world_size).run(workspace_bytes, k):
+            for held, formula in per_rank:
+                assert held == formula
