@@ -95,6 +95,14 @@ class Between:
         self.bytes_sent += (sum(sent_rows) - sent_rows[self.domain]) * row_bytes
         return self._backend.alltoall_base(received, sent, list(received_rows), list(sent_rows))
 
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        """Begin to give every domain what ``tensor`` holds in domain ``source``."""
+        if self.domain == source:
+            self.bytes_sent += (self.domains - 1) * tensor.nbytes
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        return self._backend.broadcast([tensor], options)
+
     def barrier(self) -> Work:
         """Begin a barrier of this rank's counterparts."""
         return self._backend.barrier()

@@ -36,7 +36,8 @@ class Plan:
     Attributes:
         text: what must be equal on every rank, for the board.
         engine: "triton", "host" or "plain".
-        algorithm: one of ``programs.ALGORITHMS`` for an all-reduce, else "direct".
+        algorithm: one of ``programs.ALGORITHMS`` for an all-reduce, else "direct"; over several
+            domains "hierarchical", or "two_level" for an all-to-all.
         domains: the ranks of each domain, for hierarchical algorithms.
         reason: a sentence for people.
     """
@@ -89,7 +90,8 @@ def _decide(
 ) -> Plan:
     if engine == "triton":
         raise ValueError(f'engine="triton" cannot serve {op}: collectives have no kernels yet')
-    chosen, reason = choose_engine(comm, device, dtype, engine, kernels=False)
+    chosen, reason = choose_engine(comm, device, dtype, engine, kernels=False, across=True)
+    several = chosen == "host" and comm.inside is not None
     if chosen == "plain":
         if algorithm not in ("auto", "direct"):
             raise ValueError(
@@ -97,12 +99,19 @@ def _decide(
                 f"it serves this call because {reason}"
             )
         algorithm = "direct"
+    elif several and algorithm not in ("auto", "direct", "hierarchical"):
+        raise ValueError(
+            f"algorithm={algorithm!r} needs ranks that all share memory, but this group has "
+            f"{len(comm.topology.domains)} domains: take 'hierarchical' or 'auto'"
+        )
+    elif several:
+        algorithm = "two_level" if op == "all_to_all" else "hierarchical"
     elif algorithm == "auto":
         algorithm, why = choose_algorithm(comm, size * dtype.itemsize)
         reason = f"{reason}; {why}"
     words = [str(list(d)) if isinstance(d, tuple) else str(d) for d in details]
     text = f"{op} {dtype} {' '.join(words)}, engine {chosen} {algorithm}"
-    domains = _domains(comm) if algorithm == "hierarchical" else None
+    domains = comm.topology.domains if algorithm == "hierarchical" else None
     return Plan(text, chosen, algorithm, domains, reason)
 
 
@@ -114,11 +123,6 @@ def choose_algorithm(comm: Communicator, nbytes: int) -> tuple[str, str]:
     if nbytes <= ONE_SHOT_BYTES:
         return "one_shot", f"{nbytes} bytes are few: one step, every rank adds everything"
     return "two_shot", f"{nbytes} bytes are many: every rank adds its part, in two steps"
-
-
-def _domains(comm: Communicator) -> Domains:
-    """The ranks of each domain; one domain where nothing else is declared."""
-    return (tuple(range(comm.world_size)),)
 
 
 def check_algorithm(algorithm: str) -> None:

@@ -13,6 +13,7 @@ from tests.conftest import Pools
 from tests.ranks.cases import OPS, Case
 from tests.ranks.checking import check
 from tests.ranks.namespaces import UnavailableError, bytes_sent, move_into, namespaces
+from tests.ranks.test_domains_collectives import some_calls
 
 SIZE = 4 << 20  # bytes of the tensor that is summed
 
@@ -25,6 +26,7 @@ def work(rank: int, names: list[str], store: str) -> tuple[int, int, int]:
     assert comm.topology.domains == tuple((2 * d, 2 * d + 1) for d in range(len(names)))
     assert comm.topology.source == "the machine" and comm.inside is not None
     check(rank, [Case(op, tokens) for op in OPS for tokens in ((13,), (2, 9), (0,))])
+    some_calls(rank)
     x = torch.ones(SIZE // 4 // 256, 2)
     weight = torch.full((256, 2), 0.5)
     comm.barrier()

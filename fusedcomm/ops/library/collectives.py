@@ -45,7 +45,8 @@ def _decide(
     group, channel, engine = where
     comm = Communicator.named(group, channel)
     chosen = plan(comm, op, size, x.dtype, x.device, engine, details, algorithm)
-    return comm, chosen, operations_of(chosen.engine, "collectives")
+    several = chosen.engine == "host" and comm.inside is not None
+    return comm, chosen, operations_of(chosen.engine, "across" if several else "collectives")
 
 
 def _columns(shape: Sequence[int], dim: int, size: int, parts: int) -> tuple[int, Bounds]:
