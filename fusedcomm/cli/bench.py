@@ -1,5 +1,7 @@
 """``python -m fusedcomm bench OP``: starts the ranks, measures, checks, and reports.
 
+``bench --calibrate`` measures the machine's links instead; see ``fusedcomm.cli.calibrate``.
+
 What is measured lies in benchmarks/OP.py, how in benchmarks/harness. The exit code is 1 when a
 path's result is wrong, whatever its speed, and 0 otherwise: a missed target is reported, no error.
 """
@@ -38,7 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     lines = [f"  {op:20s}{_first_line(op)}" for op in benchmarks.known()]
     parser.epilog = "\n".join(["ops:", *lines])
-    parser.add_argument("op", metavar="OP", help="the operation to measure, see the list below")
+    parser.add_argument(
+        "op", metavar="OP", nargs="?", help="the operation to measure, see the list below"
+    )
+    parser.add_argument(
+        "--calibrate", action="store_true",
+        help="measure this machine's links instead, and keep them in a file: algorithms are chosen "
+        "by it",
+    )  # fmt: skip
     parser.add_argument(
         "--ranks", type=_at_least_one, default=default.ranks, metavar="N",
         help="processes, each with one thread pinned to a core (default: %(default)s)",
@@ -70,6 +79,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do what the command line says; returns the exit code."""
+    if args.calibrate:
+        from fusedcomm.cli import calibrate
+
+        if args.op is not None:
+            print(f"--calibrate measures links, not {args.op}: leave one out", file=sys.stderr)
+            return 2
+        return calibrate.run(args.ranks, args.quick)
+    if args.op is None:
+        print("name an OP to measure, or --calibrate; see --help", file=sys.stderr)
+        return 2
     if args.op not in benchmarks.known():
         print(
             f"there is no benchmark {args.op!r}; there are: {', '.join(benchmarks.known())}",

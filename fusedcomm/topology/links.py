@@ -7,7 +7,7 @@ until ``python -m fusedcomm bench --calibrate`` has measured this machine's.
 ============== ====================== ============ ==============================================
 kind           bandwidth              latency      what it is
 ============== ====================== ============ ==============================================
-shared-memory  8 GB/s, adds 4 GB/s    30 µs        CPU ranks of one machine; to be calibrated
+shared-memory  16 GB/s, adds 24 GB/s  30 µs        CPU ranks of one machine; to be calibrated
 nvswitch       links x the rate below 7 or 14 µs   every GPU to every other (5-9 µs on Hopper,
                                                    9-20 µs on Blackwell, for a synchronisation)
 nvlink         links x the rate below 7 or 14 µs   a bundle between two GPUs
@@ -65,7 +65,7 @@ class Link:
         return asdict(self)
 
 
-SHARED_MEMORY = Link("shared-memory", 8 * GB, 30e-6, reduce_rate=4 * GB)
+SHARED_MEMORY = Link("shared-memory", 16 * GB, 30e-6, reduce_rate=24 * GB)
 TCP = Link("tcp", 1 * GB, 300e-6)
 NETWORK = Link("network", 45 * GB, 14e-6)
 PCIE = Link("pcie", 48 * GB, 10e-6)
