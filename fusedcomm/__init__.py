@@ -1,7 +1,7 @@
 """Tensor-parallel and expert-parallel layers whose communication hides behind their GEMMs."""
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from fusedcomm import errors, nn, parallel
 from fusedcomm.communicator import Communicator
@@ -35,6 +35,16 @@ from fusedcomm.parallel import parallelize
 from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.trace import trace
 
+if TYPE_CHECKING:
+    from fusedcomm.integrations.dtensor import (
+        FusedColwiseParallel,
+        FusedGatherParallel,
+        FusedRowwiseParallel,
+        FusedSequenceParallel,
+        ReplicateParallel,
+        parallelize_module,
+    )
+
 __version__ = "0.1.0.dev0"
 
 __all__ = [
@@ -43,10 +53,15 @@ __all__ = [
     "ClosedError",
     "Communicator",
     "Dispatched",
+    "FusedColwiseParallel",
+    "FusedGatherParallel",
+    "FusedRowwiseParallel",
+    "FusedSequenceParallel",
     "FusedcommError",
     "MismatchError",
     "PeerLostError",
     "PeerTimeoutError",
+    "ReplicateParallel",
     "SharedMemoryError",
     "SymmetricTensor",
     "all_gather",
@@ -65,6 +80,7 @@ __all__ = [
     "moe_ffn",
     "nn",
     "parallel",
+    "parallelize_module",
     "parallelize",
     "recv",
     "reduce_scatter",
@@ -76,8 +92,24 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
+#: Names that are imported when they are first used: DTensors take long, and most do without.
+_LATER = {
+    name: "fusedcomm.integrations.dtensor"
+    for name in (
+        "FusedColwiseParallel",
+        "FusedGatherParallel",
+        "FusedRowwiseParallel",
+        "FusedSequenceParallel",
+        "ReplicateParallel",
+        "parallelize_module",
+    )
+}
+
+
+def __getattr__(name: str) -> Any:
     """Parts that most programs do without are imported when they are first used."""
     if name in ("integrations", "testing"):
         return importlib.import_module(f"fusedcomm.{name}")
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'fusedcomm' has no attribute {name!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-_MODULES = ("transformers", "transformers_moe")
+_MODULES = ("dtensor", "transformers", "transformers_moe")
 
 
 def __getattr__(name: str) -> ModuleType:

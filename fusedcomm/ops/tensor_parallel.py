@@ -4,6 +4,7 @@ Tensors are ``[…, tokens, …, features]``; weights have ``nn.Linear``'s layou
 the world size. Shards of tokens are ``torch.chunk``'s: equal but for the last ones, which may be
 shorter or empty. ``group`` is a ``ProcessGroup``, a 1-D ``DeviceMesh``, a ``Communicator`` (to
 choose a channel) or None for the default group. At W = 1 every function equals the plain layer.
+Under ``torch.autocast`` they compute in its dtype, as ``F.linear`` does.
 
 Raises, all functions: ``ValueError`` for arguments that cannot be right, before anything is sent;
 ``MismatchError`` where ranks disagree; ``PeerLostError``, ``PeerTimeoutError``, ``AbortedError``
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedcomm.ops.autocast import autocast
 from fusedcomm.ops.checks import (
     check_engine,
     check_linear,
@@ -67,6 +69,7 @@ def all_gather_linear(
     """
     weights, biases, several = _listed(weight, bias)
     check_engine(engine)
+    x, weights, biases = autocast(x, weights, biases)
     check_linear(x, weights, biases)
     address = _address(group)
     dim = check_shard(x, gather_dim, gathered_size, address.rank, address.world_size)
@@ -118,6 +121,7 @@ def linear_reduce_scatter(
         y ``[…, T/W, …, N]``.
     """
     check_engine(engine)
+    x, (weight,), (bias,) = autocast(x, [weight], [bias])
     check_linear(x, [weight], [bias])
     check_wire_dtype(x, wire_dtype)
     dim = check_scattered(x, scatter_dim)
@@ -163,6 +167,7 @@ def linear_all_reduce(
         y ``[…, N]``.
     """
     check_engine(engine)
+    x, (weight,), (bias,) = autocast(x, [weight], [bias])
     check_linear(x, [weight], [bias])
     check_wire_dtype(x, wire_dtype)
     address = _address(group)
@@ -191,6 +196,7 @@ def replicated_linear(
     """
     weights, biases, several = _listed(weight, bias)
     check_engine(engine)
+    x, weights, biases = autocast(x, weights, biases)
     check_linear(x, weights, biases)
     address = _address(group)
     rows = _flat(x)

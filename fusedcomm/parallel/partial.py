@@ -25,11 +25,14 @@ class SummedGradients:
     Args:
         comm: the ranks over which the module's input is cut.
         name: the module's, for messages.
+        summed: False where the module sees all there is, and only DTensor parameters have to stand
+            in as local ones.
     """
 
-    def __init__(self, comm: Communicator, name: str) -> None:
+    def __init__(self, comm: Communicator, name: str, *, summed: bool = True) -> None:
         self.comm = comm
         self.name = name
+        self.summed = summed
         self._held: dict[str, Tensor | None] = {}
 
     def install(self, module: nn.Module) -> None:
@@ -39,7 +42,7 @@ class SummedGradients:
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Exchange the parameters."""
-        summed = torch.is_grad_enabled() and self.comm.world_size > 1
+        summed = self.summed and torch.is_grad_enabled() and self.comm.world_size > 1
         self._held = dict(module._parameters)
         for name, parameter in self._held.items():
             if parameter is None:

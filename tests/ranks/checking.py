@@ -186,3 +186,20 @@ def check_planned(rank: int, cases: Sequence[Case], plans: dict[str, Any]) -> No
     """``check`` under ``planned(**plans)``."""
     with planned(**plans):
         check(rank, cases)
+
+
+@contextmanager
+def calls(comm: fc.Communicator) -> Iterator[list[str]]:
+    """What is issued on ``comm``, in order."""
+    texts: list[str] = []
+    post = comm._watch.post
+
+    def noting(text: str) -> None:
+        texts.append(text)
+        post(text)
+
+    comm._watch.post = noting  # type: ignore[method-assign]
+    try:
+        yield texts
+    finally:
+        comm._watch.post = post  # type: ignore[method-assign]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedcomm as fc
 from tests.conftest import Pools
+from tests.ranks.checking import calls
 
 FEATURES = 6
 FORWARD_DONE = "the forward pass is done"
@@ -88,23 +88,6 @@ def recomputed(x: Tensor, w: Tensor, apart: bool) -> Tensor:
 
     hidden = checkpoint(region, checkpoint(region, x, use_reentrant=False), use_reentrant=False)
     return fc.all_gather_linear(hidden, w)
-
-
-@contextmanager
-def calls(comm: fc.Communicator) -> Iterator[list[str]]:
-    """What is issued on ``comm``, in order."""
-    texts: list[str] = []
-    post = comm._watch.post
-
-    def noting(text: str) -> None:
-        texts.append(text)
-        post(text)
-
-    comm._watch.post = noting  # type: ignore[method-assign]
-    try:
-        yield texts
-    finally:
-        comm._watch.post = post  # type: ignore[method-assign]
 
 
 def run(work: Callable[..., Tensor], apart: bool, graded: bool) -> tuple[list[str], list[Tensor]]:

@@ -22,6 +22,14 @@ def test_testing_is_imported_on_first_use_only() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+def test_dtensors_are_imported_on_first_use_only() -> None:
+    program = (
+        "import sys, fusedcomm as fc; assert 'torch.distributed.tensor' not in sys.modules; "
+        "fc.FusedColwiseParallel; assert 'torch.distributed.tensor' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 def test_a_name_that_is_none() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         fc.nothing  # noqa: B018
