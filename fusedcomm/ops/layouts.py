@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from fusedcomm.ops.checks import check_shard
+from fusedcomm.ops.dispatch import address_of
 from fusedcomm.ops.library import layouts as library
-from fusedcomm.ops.tensor_parallel import _address, _from_rows, _to_rows
 from fusedcomm.schedule import shard_bounds
 
 
@@ -29,13 +29,8 @@ def split_tokens(x: Tensor, *, group: Any = None, dim: int = 0) -> Tensor:
     Returns:
         ``[…, T/W, …, features]``, a copy.
     """
-    address = _address(group)
-    left = _dim(x, dim)
-    rows, rest = _to_rows(x, left)
-    size = x.shape[left]
-    own = library.own_rows(rows, size, rest.numel(), address.group, address.channel)
-    start, stop = shard_bounds(size, address.world_size)[address.rank]
-    return _from_rows(own, stop - start, rest, left)
+    address = address_of(group)
+    return library.own_shard(x, _dim(x, dim), address.group, address.channel)
 
 
 def gather_tokens(
@@ -51,12 +46,23 @@ def gather_tokens(
     Returns:
         ``[…, T, …, features]``.
     """
-    address = _address(group)
+    address = address_of(group)
     left = check_shard(x, _dim(x, dim), gathered_size, address.rank, address.world_size)
     size = x.shape[left] * address.world_size if gathered_size is None else gathered_size
-    rows, rest = _to_rows(x, left)
-    gathered = library.gather_rows(rows, size, rest.numel(), address.group, address.channel)
-    return _from_rows(gathered, size, rest, left)
+    return library.join_shards(x, left, size, address.group, address.channel)
+
+
+def split_features(x: Tensor, *, group: Any = None) -> Tensor:
+    """This rank's features (the last dimension) of a replicated tensor; the gradient is gathered.
+
+    Args:
+        x: replicated, ``[…, N]``.
+
+    Returns:
+        ``[…, N/W]``, a copy.
+    """
+    address = address_of(group)
+    return library.own_shard(x, x.dim() - 1, address.group, address.channel)
 
 
 def gather_features(x: Tensor, *, group: Any = None, gathered_size: int | None = None) -> Tensor:
@@ -69,23 +75,16 @@ def gather_features(x: Tensor, *, group: Any = None, gathered_size: int | None =
     Returns:
         ``[…, N]``.
     """
-    flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    gathered = gather_tokens(flat.t(), group=group, gathered_size=gathered_size)
-    return gathered.t().reshape(*x.shape[:-1], gathered.shape[0]).contiguous()
-
-
-def split_features(x: Tensor, *, group: Any = None) -> Tensor:
-    """This rank's features (the last dimension) of a replicated tensor; the gradient is gathered.
-
-    Args:
-        x: replicated, ``[…, N]``.
-
-    Returns:
-        ``[…, N/W]``.
-    """
-    flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    own = split_tokens(flat.t(), group=group)
-    return own.t().reshape(*x.shape[:-1], own.shape[0]).contiguous()
+    address = address_of(group)
+    last, own = x.dim() - 1, x.shape[-1]
+    size = own * address.world_size if gathered_size is None else gathered_size
+    start, stop = shard_bounds(size, address.world_size)[address.rank]
+    if own != stop - start:
+        raise ValueError(
+            f"x has {own} features, but of gathered_size={size} rank {address.rank} of "
+            f"{address.world_size} has {stop - start} (torch.chunk's rule)"
+        )
+    return library.join_shards(x, last, size, address.group, address.channel)
 
 
 def sum_partials(x: Tensor, *, group: Any = None, what: str = "a tensor") -> Tensor:
@@ -95,7 +94,7 @@ def sum_partials(x: Tensor, *, group: Any = None, what: str = "a tensor") -> Ten
         x: this rank's part, of the same shape on every rank.
         what: names the tensor in messages; the same on every rank.
     """
-    address = _address(group)
+    address = address_of(group)
     return library.sum_partials(x, what, address.group, address.channel)
 
 
@@ -109,7 +108,7 @@ def sum_gradient(x: Tensor, *, group: Any = None, what: str = "a tensor") -> Ten
         x: replicated.
         what: names the tensor in messages; the same on every rank.
     """
-    address = _address(group)
+    address = address_of(group)
     return library.sum_gradient(x, what, address.group, address.channel)
 
 

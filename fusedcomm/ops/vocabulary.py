@@ -14,9 +14,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fusedcomm.ops.checks import DTYPES
+from fusedcomm.ops.dispatch import address_of
 from fusedcomm.ops.library import layouts
 from fusedcomm.ops.library import vocabulary as library
-from fusedcomm.ops.tensor_parallel import _address, _from_rows, _to_rows
 from fusedcomm.schedule import shard_bounds
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -51,7 +51,7 @@ def vocab_parallel_embedding(
         raise ValueError(f"ids must be integers; got {ids.dtype}")
     if weight.dim() != 2:
         raise ValueError(f"weight must be [rows, features]; got shape {list(weight.shape)}")
-    address = _address(group)
+    address = address_of(group)
     first, total = _place("weight", weight.shape[0], vocabulary, address.rank, address.world_size)
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
         low, high = int(ids.min()), int(ids.max())
@@ -68,10 +68,7 @@ def vocab_parallel_embedding(
         raise ValueError(
             f"scatter_dim={scatter_dim} is no dimension of ids (shape {list(ids.shape)})"
         )
-    rows, rest = _to_rows(partial, dim)
-    own = layouts.reduce_scatter(rows, ids.shape[dim], rest.numel(), *where)
-    start, stop = shard_bounds(ids.shape[dim], address.world_size)[address.rank]
-    return _from_rows(own, stop - start, rest, dim)
+    return layouts.scatter_sum(partial, dim, *where)
 
 
 def _own_rows(ids: Tensor, weight: Tensor, first: int, padding_idx: int | None) -> Tensor:
@@ -136,7 +133,7 @@ def vocab_parallel_cross_entropy(
             f"targets has shape {list(targets.shape)}, but logits {list(logits.shape)}: targets "
             "must have that shape without the last dimension"
         )
-    address = _address(group)
+    address = address_of(group)
     first, total = _place("logits", logits.shape[-1], vocabulary, address.rank, address.world_size)
     flat = targets.reshape(-1).long()
     losses, _ = library.vocab_parallel_cross_entropy(

@@ -119,9 +119,9 @@ def test_errors(pools: Pools) -> None:
 
 def test_ranks_that_disagree(pools: Pools) -> None:
     for message in pools(2).run(disagree):
-        assert "sum of something [4]" in message and "sum of something [3]" in message
+        assert "[4] sum of something" in message and "[3] sum of something" in message
 
 
 def test_a_lost_rank(pools: Pools, record_property: Record) -> None:
     outcomes = pools(3).outcomes(lose, timeout_s=30)
-    assert_lost(survivors(outcomes, 1, record_property), 1, "sum of the gradient of it")
+    assert_lost(survivors(outcomes, 1, record_property), 1, "all_reduce")

@@ -307,4 +307,4 @@ def test_ranks_that_disagree(pools: Pools) -> None:
 
 def test_a_lost_rank(pools: Pools, record_property: Record) -> None:
     outcomes = pools(3).outcomes(lose, timeout_s=30)
-    assert_lost(survivors(outcomes, 1, record_property), 1, "vocab_parallel_cross_entropy")
+    assert_lost(survivors(outcomes, 1, record_property), 1, "all_gather")

@@ -70,21 +70,37 @@ def scattered_shape(shape: Sequence[int], dim: int, rank: int, world_size: int) 
 
 
 def all_reduce_into(
-    x: Tensor, out: Tensor, op: str, algorithm: str, group: str, channel: str, engine: str
+    x: Tensor,
+    out: Tensor,
+    op: str,
+    algorithm: str,
+    group: str,
+    channel: str,
+    engine: str,
+    purpose: tuple[Any, ...] = (),
 ) -> None:
-    """``out = x reduced over the ranks``; both contiguous, apart or the same."""
-    details = (tuple(x.shape), op)
+    """``out = x reduced over the ranks``; both contiguous, apart or the same.
+
+    ``purpose``: what else must be equal on all ranks, and is named where it is not.
+    """
+    details = (tuple(x.shape), op, *purpose)
     where = (group, channel, engine)
     comm, chosen, ops = _decide("all_reduce", x, x.numel(), where, details, algorithm)
     ops.all_reduce(comm, chosen, x.view(-1), out.view(-1), op)
 
 
 def all_gather_into(
-    x: Tensor, out: Tensor, dim: int, group: str, channel: str, engine: str
+    x: Tensor,
+    out: Tensor,
+    dim: int,
+    group: str,
+    channel: str,
+    engine: str,
+    purpose: tuple[Any, ...] = (),
 ) -> None:
-    """``out = the ranks' x, joined along dim``; both contiguous."""
+    """``out = the ranks' x, joined along dim``; both contiguous. ``purpose``: as above."""
     size = out.shape[dim]
-    details = (tuple(out.shape), f"dim {dim}")
+    details = (tuple(out.shape), f"dim {dim}", *purpose)
     comm, chosen, ops = _decide("all_gather", x, out.numel(), (group, channel, engine), details)
     outer, bounds = _columns(x.shape, dim, size, comm.world_size)
     first, last = bounds[comm.rank]

@@ -1,18 +1,18 @@
-"""Changes between layouts as torch custom ops: token shards, partial sums, replicated tensors.
+"""Changes between layouts as torch custom ops: shards, partial sums, replicated tensors.
 
-These are the 2-D forms: rows are ``size`` tokens times ``inner``, as in
-``fusedcomm.ops.library.tensor_parallel``. The public functions, with argument checks, are in
-``fusedcomm.ops.layouts``. Each op is the gradient of another:
+The public functions, with argument checks, are in ``fusedcomm.ops.layouts``. These differ from the
+plain collectives by their gradients, which follow DTensor: what all ranks have is one value, whose
+gradient is equal on all of them and counts once. Each op is the gradient of another:
 
-================= ============================= =================
-op                forward                       backward
-================= ============================= =================
-gather_rows       all ranks' rows               own rows
-own_rows          own rows                      all ranks' rows
-reduce_scatter    own rows of the ranks' sum    all ranks' rows
-sum_partials      the ranks' sum                the gradient as is
-sum_gradient      the tensor as is              the ranks' sum
-================= ============================= =================
+============== ============================= =================
+op             forward                       backward
+============== ============================= =================
+join_shards    all ranks' shards             own shard
+own_shard      own shard                     all ranks' shards
+scatter_sum    own shard of the ranks' sum   all ranks' shards
+sum_partials   the ranks' sum                the gradient as is
+sum_gradient   the tensor as is              the ranks' sum
+============== ============================= =================
 """
 
 from __future__ import annotations
@@ -23,92 +23,75 @@ import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.plain.collectives import (
-    all_gather_rows,
-    all_reduce_in_place,
-    reduce_scatter_rows,
+from fusedcomm.ops.library.collectives import (
+    all_gather_into,
+    all_reduce_into,
+    gathered_shape,
+    reduce_scatter_into,
+    scattered_shape,
 )
 from fusedcomm.ops.library.effects import communicates
-from fusedcomm.schedule import scaled_bounds
-from fusedcomm.trace import span
+from fusedcomm.schedule import shard_bounds
 
 
-def _bounds(comm: Communicator, size: int, inner: int) -> list[tuple[int, int]]:
-    return scaled_bounds(size, comm.world_size, inner)
-
-
-def _own(group: str, channel: str, size: int, inner: int) -> tuple[int, int]:
+def _own_shape(x: Tensor, dim: int, group: str, channel: str) -> list[int]:
     comm = Communicator.named(group, channel)
-    return _bounds(comm, size, inner)[comm.rank]
+    return scattered_shape(x.shape, dim, comm.rank, comm.world_size)
 
 
 @communicates
-@torch.library.custom_op("fusedcomm::gather_rows", mutates_args=())
-def gather_rows(x: Tensor, size: int, inner: int, group: str, channel: str) -> Tensor:
-    """All ranks' rows of a shard ``[rows, features]``."""
+@torch.library.custom_op("fusedcomm::join_shards", mutates_args=())
+def join_shards(x: Tensor, dim: int, size: int, group: str, channel: str) -> Tensor:
+    """All ranks' shards along ``dim``, which then is ``size`` long."""
+    out = x.new_empty(gathered_shape(x.shape, dim, size))
+    all_gather_into(x.contiguous(), out, dim, group, channel, "auto")
+    return out
+
+
+@join_shards.register_fake
+def _(x, dim, size, group, channel):
+    return x.new_empty(gathered_shape(x.shape, dim, size))
+
+
+@torch.library.custom_op("fusedcomm::own_shard", mutates_args=())
+def own_shard(x: Tensor, dim: int, group: str, channel: str) -> Tensor:
+    """This rank's shard along ``dim`` of a replicated tensor."""
     comm = Communicator.named(group, channel)
-    if comm.world_size == 1:
-        return x.clone()
-    text = f"gather_rows {size}x{inner}x{x.shape[1]} {x.dtype}"
-    with comm.collective(text), span("copy", "all-gather", rank=comm.rank):
-        gathered = all_gather_rows(comm, "gather_rows", x, _bounds(comm, size, inner))
-    return gathered.contiguous()
+    start, stop = shard_bounds(x.shape[dim], comm.world_size)[comm.rank]
+    return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
-@gather_rows.register_fake
-def _(x, size, inner, group, channel):
-    return x.new_empty(size * inner, x.shape[1])
-
-
-@torch.library.custom_op("fusedcomm::own_rows", mutates_args=())
-def own_rows(x: Tensor, size: int, inner: int, group: str, channel: str) -> Tensor:
-    """This rank's rows of a replicated ``[rows, features]``."""
-    start, stop = _own(group, channel, size, inner)
-    return x[start:stop].clone()
-
-
-@own_rows.register_fake
-def _(x, size, inner, group, channel):
-    start, stop = _own(group, channel, size, inner)
-    return x.new_empty(stop - start, x.shape[1])
+@own_shard.register_fake
+def _(x, dim, group, channel):
+    return x.new_empty(_own_shape(x, dim, group, channel))
 
 
 @communicates
-@torch.library.custom_op("fusedcomm::reduce_scatter_rows", mutates_args=())
-def reduce_scatter(x: Tensor, size: int, inner: int, group: str, channel: str) -> Tensor:
-    """This rank's rows of the sum over ranks of ``[rows, features]``."""
-    comm = Communicator.named(group, channel)
-    if comm.world_size == 1:
-        return x.clone()
-    text = f"reduce_scatter_rows {size}x{inner}x{x.shape[1]} {x.dtype}"
-    total = x.clone(memory_format=torch.contiguous_format)
-    with comm.collective(text), span("copy", "reduce-scatter", rank=comm.rank):
-        return reduce_scatter_rows(comm, "reduce_scatter_rows", total, _bounds(comm, size, inner))
+@torch.library.custom_op("fusedcomm::scatter_sum", mutates_args=())
+def scatter_sum(x: Tensor, dim: int, group: str, channel: str) -> Tensor:
+    """This rank's shard along ``dim`` of the sum over ranks."""
+    out = x.new_empty(_own_shape(x, dim, group, channel))
+    reduce_scatter_into(x.contiguous(), out, dim, "sum", group, channel, "auto")
+    return out
 
 
-@reduce_scatter.register_fake
-def _(x, size, inner, group, channel):
-    start, stop = _own(group, channel, size, inner)
-    return x.new_empty(stop - start, x.shape[1])
+@scatter_sum.register_fake
+def _(x, dim, group, channel):
+    return x.new_empty(_own_shape(x, dim, group, channel))
 
 
 @communicates
 @torch.library.custom_op("fusedcomm::sum_partials", mutates_args=())
 def sum_partials(x: Tensor, what: str, group: str, channel: str) -> Tensor:
     """The sum over ranks of a tensor; ``what`` names it in messages."""
-    comm = Communicator.named(group, channel)
-    total = x.clone(memory_format=torch.contiguous_format)
-    if comm.world_size == 1:
-        return total
-    text = f"sum of {what} {list(x.shape)} {x.dtype}"
-    with comm.collective(text), span("copy", "all-reduce", rank=comm.rank):
-        all_reduce_in_place(comm, f"sum of {what}", total)
-    return total
+    out = x.new_empty(x.shape)
+    all_reduce_into(x.contiguous(), out, "sum", "auto", group, channel, "auto", (f"of {what}",))
+    return out
 
 
 @sum_partials.register_fake
 def _(x, what, group, channel):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return x.new_empty(x.shape)
 
 
 @torch.library.custom_op("fusedcomm::sum_gradient", mutates_args=())
@@ -119,28 +102,26 @@ def sum_gradient(x: Tensor, what: str, group: str, channel: str) -> Tensor:
 
 @sum_gradient.register_fake
 def _(x, what, group, channel):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return x.new_empty(x.shape)
 
 
 def _keep_arguments(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.arguments = inputs[1:]
+    x, *ctx.arguments = inputs
+    ctx.shape = x.shape
 
 
-gather_rows.register_autograd(
-    lambda ctx, dy: (own_rows(dy, *ctx.arguments), None, None, None, None),
-    setup_context=_keep_arguments,
-)
-own_rows.register_autograd(
-    lambda ctx, dy: (gather_rows(dy, *ctx.arguments), None, None, None, None),
-    setup_context=_keep_arguments,
-)
-reduce_scatter.register_autograd(
-    lambda ctx, dy: (gather_rows(dy, *ctx.arguments), None, None, None, None),
-    setup_context=_keep_arguments,
-)
-sum_partials.register_autograd(
-    lambda ctx, dy: (dy, None, None, None), setup_context=_keep_arguments
-)
+def _join_shards_backward(ctx: Any, dy: Tensor) -> tuple:
+    dim, _, *where = ctx.arguments
+    return own_shard(dy, dim, *where), None, None, None, None
+
+
+def _own_shard_backward(ctx: Any, dy: Tensor) -> tuple:
+    dim, *where = ctx.arguments
+    return join_shards(dy, dim, ctx.shape[dim], *where), None, None, None
+
+
+def _sum_partials_backward(ctx: Any, dy: Tensor) -> tuple:
+    return dy, None, None, None
 
 
 def _sum_gradient_backward(ctx: Any, dy: Tensor) -> tuple:
@@ -148,4 +129,8 @@ def _sum_gradient_backward(ctx: Any, dy: Tensor) -> tuple:
     return sum_partials(dy, f"the gradient of {what}", *where), None, None, None
 
 
+join_shards.register_autograd(_join_shards_backward, setup_context=_keep_arguments)
+own_shard.register_autograd(_own_shard_backward, setup_context=_keep_arguments)
+scatter_sum.register_autograd(_own_shard_backward, setup_context=_keep_arguments)
+sum_partials.register_autograd(_sum_partials_backward, setup_context=_keep_arguments)
 sum_gradient.register_autograd(_sum_gradient_backward, setup_context=_keep_arguments)

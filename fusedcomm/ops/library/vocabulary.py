@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.plain.collectives import all_gather_rows
+from fusedcomm.ops.library.collectives import all_gather_into
 from fusedcomm.ops.library.effects import communicates
 from fusedcomm.schedule import shard_bounds
 from fusedcomm.trace import span
@@ -98,16 +98,13 @@ def vocab_parallel_cross_entropy(
     with span("copy", "statistics of the logits", rank=comm.rank):
         own = _local_statistics(logits, targets, first, smoothing > 0)
     kinds, tokens = own.shape
-    everyone = own[None]
-    if comm.world_size > 1:
-        op = "vocab_parallel_cross_entropy"
-        text = (
-            f"{op} {tokens}x{vocabulary} {logits.dtype}, ignore_index {ignore_index}, "
-            f"label_smoothing {smoothing}"
-        )
-        bounds = [(kinds * r, kinds * (r + 1)) for r in range(comm.world_size)]
-        with comm.collective(text):
-            everyone = all_gather_rows(comm, op, own, bounds).view(comm.world_size, kinds, tokens)
+    everyone = own.new_empty(comm.world_size, kinds, tokens)
+    purpose = (
+        f"vocab_parallel_cross_entropy of {vocabulary} {logits.dtype}",
+        f"ignore_index {ignore_index}",
+        f"label_smoothing {smoothing}",
+    )
+    all_gather_into(own[None], everyone, 0, group, channel, "auto", purpose)
     # All is relative to the largest logit: small losses of large logits would be lost otherwise.
     shift = _finite(everyone[:, 0].amax(0))
     log_sum = (everyone[:, 1] * (everyone[:, 0] - shift).exp()).sum(0).log()
