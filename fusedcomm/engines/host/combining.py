@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 #: Bytes of the block in which contributions are added: it stays in the second-level cache.
-BLOCK_BYTES = 1 << 17
+BLOCK_BYTES = 1 << 19
 _HALVES = (torch.float16, torch.bfloat16)
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
