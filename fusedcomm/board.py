@@ -16,6 +16,7 @@ sees its own number sees the text too.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 
@@ -31,6 +32,12 @@ _REASON, _REASON_SPACE = 64, 1900
 _BARRIER = 2048
 _WAITING = 4
 _ENTRY, _TEXT = 512, 12
+
+
+@functools.lru_cache(maxsize=1024)
+def _encoded(text: str) -> bytes:
+    """An entry's text; the same few ones are posted again and again."""
+    return text.encode()
 
 
 class ControlBlock:
@@ -94,6 +101,8 @@ class ControlBlock:
     @staticmethod
     def fit(text: str, space: int = _ENTRY - _TEXT) -> str:
         """``text`` as an entry holds it: a longer one is cut, and told apart by its digest."""
+        if 4 * len(text) <= space:  # UTF-8 takes at most 4 bytes a character
+            return text
         encoded = text.encode()
         if len(encoded) <= space:
             return text
@@ -103,8 +112,10 @@ class ControlBlock:
     def post(self, number: int, text: str) -> None:
         """Write call ``number`` on the board; ``text`` must ``fit``."""
         start = self._boards + number % BOARDS * _ENTRY
+        encoded = _encoded(text)
         self._numbers[start // 8] = -1
-        self._put_text(start + 8, text, _ENTRY - 8)
+        self._words[start // 4 + 2] = len(encoded)
+        self._bytes[start + _TEXT : start + _TEXT + len(encoded)] = encoded
         self._numbers[start // 8] = number
 
     def read(self, number: int) -> str | None:
@@ -114,6 +125,15 @@ class ControlBlock:
             return None
         text = self._get_text(start + 8)
         return text if self._numbers[start // 8] == number else None
+
+    def agrees(self, number: int, text: str) -> bool | None:
+        """Whether the owner's call ``number`` is ``text``; None if it is to come or long ago."""
+        start = self._boards + number % BOARDS * _ENTRY
+        if self._numbers[start // 8] != number:
+            return None
+        encoded, length = _encoded(text), self._words[start // 4 + 2]
+        same = bytes(self._bytes[start + _TEXT : start + _TEXT + length]) == encoded
+        return same if self._numbers[start // 8] == number else None  # it was being rewritten
 
     def posted(self, number: int) -> bool:
         """Whether the owner has begun its call ``number``."""

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -170,6 +170,10 @@ class Communicator:
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive; got {timeout_s}")
         resolved = resolve_group(group)
+        if timeout_s is None and topology is None:
+            cached = _cache.get((resolved.group_name, channel))
+            if cached is not None and not cached._closed and cached.group is resolved:
+                return cached
         declared = declared_topology(topology, dist.get_process_group_ranks(resolved))
         key = (resolved.group_name, channel)
         with _lock:
@@ -305,21 +309,13 @@ class Communicator:
                 self._watch.wait(words, index, self._barriers, peer, awaited)
                 self._watch.compare(peer)
 
-    @contextmanager
-    def collective(self, text: str) -> Iterator[None]:
+    def collective(self, text: str) -> AbstractContextManager[None]:
         """One call: announced to the peers, and fatal to the communicator if it fails.
 
         Args:
             text: all that must be equal on every rank: operation, dtype, global shape, chunking.
         """
-        self.require_usable()
-        self._require_thread()
-        self._watch.post(text)
-        try:
-            yield
-        except BaseException as error:
-            self._watch.fail(error)
-            raise
+        return _Announced(self, text)
 
     @contextmanager
     def pairwise(self) -> Iterator[Pairs]:
@@ -612,6 +608,25 @@ def _on_cpu(device: torch.device) -> bool:
 
 def _workspace_key(space: Space, device: torch.device) -> str:
     return space.kind if device.type == "cpu" else f"{space.kind} on the GPU"
+
+
+class _Announced:
+    """``Communicator.collective``; a class, which costs half of what a generator does."""
+
+    __slots__ = ("_comm", "_text")
+
+    def __init__(self, comm: Communicator, text: str) -> None:
+        self._comm, self._text = comm, text
+
+    def __enter__(self) -> None:
+        comm = self._comm
+        comm.require_usable()
+        comm._require_thread()
+        comm._watch.post(self._text)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._comm._watch.fail(error)
 
 
 def _private_block() -> ControlBlock:

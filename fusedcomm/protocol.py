@@ -261,15 +261,13 @@ class Call:
 
     def wait(self, source: int, chunk: int = 0) -> None:
         """Wait until ``source`` has written its ``chunk`` (its ``signal`` to this rank)."""
-        workspace = self._workspace
-        self._watch.wait(
-            workspace.segments[self.rank].words,
-            workspace.ready_index(self._slot, source, chunk),
-            self._epoch,
-            source,
-            Awaited(self._op, self._epoch, chunk, "data"),
-        )
-        self._watch.fence()
+        workspace, watch = self._workspace, self._watch
+        words = workspace.segments[self.rank].words
+        index = workspace.ready_index(self._slot, source, chunk)
+        if not watch.poll(words, index, self._epoch):
+            awaited = Awaited(self._op, self._epoch, chunk, "data")
+            watch.wait(words, index, self._epoch, source, awaited)
+            watch.fence()
         if source not in self._compared:
             self._compared.add(source)
             self._watch.compare(source)
@@ -294,15 +292,13 @@ class Call:
         return (self._workspace.kind, self._slot, self._epoch, source, chunk, reader)
 
     def _await_consumed(self, reader: int, epoch: int) -> None:
-        workspace = self._workspace
-        self._watch.wait(
-            workspace.segments[self.rank].words,
-            workspace.consumed_index(self._slot, reader),
-            epoch,
-            reader,
-            Awaited(self._op, self._epoch, -1, "the reader's signal"),
-        )
-        self._watch.fence()
+        workspace, watch = self._workspace, self._watch
+        words = workspace.segments[self.rank].words
+        index = workspace.consumed_index(self._slot, reader)
+        if not watch.poll(words, index, epoch):
+            awaited = Awaited(self._op, self._epoch, -1, "the reader's signal")
+            watch.wait(words, index, epoch, reader, awaited)
+            watch.fence()
         self._record("wait", reader, -1)
 
     def _part(

@@ -188,6 +188,11 @@ def span(kind: str, name: str, **info: Any) -> AbstractContextManager[None]:
     return _Span(_open, kind, name, info)
 
 
+def is_open() -> bool:
+    """Whether a trace is open; where every microsecond counts, spans are named only then."""
+    return bool(_open)
+
+
 def record_plan(op: str, engine: str, chunks: Any, reason: str) -> None:
     """Note in the open traces how a call of ``op`` is carried out; nothing when none is open."""
     for recorded in _open:

@@ -102,6 +102,8 @@ class Watch:
         #: What a pair of ranks can have under way, for messages.
         self.buffer_bytes = 0
         self._circles = circles.Circles(rank, blocks)
+        #: The last of each peer's calls that was compared with this rank's.
+        self._agreed: defaultdict[int, int] = defaultdict(int)
         #: Messages that came while one of the other kind was awaited.
         self._held: defaultdict[tuple[int, bool], deque[tuple[bytes, int]]] = defaultdict(deque)
 
@@ -120,17 +122,28 @@ class Watch:
         self._own.post(self.number, self._text)
 
     def compare(self, peer: int) -> None:
-        """Compare the peer's view of the current call with this rank's.
+        """Compare the peer's calls with this rank's, up to the current one.
+
+        Mostly only the current one is new. But a rank that only gives in a call (the source of a
+        broadcast) waits for nobody there, and compares in a later one.
 
         Raises:
             MismatchError: they differ.
         """
-        theirs = self._blocks[peer].read(self.number)
-        if theirs is not None and theirs != self._text:
+        block = self._blocks[peer]
+        for number in range(max(self._agreed[peer], self.number - board.BOARDS) + 1, self.number):
+            self._compare(block, peer, number, self._own.read(number))
+        self._compare(block, peer, self.number, self._text)
+
+    def _compare(self, block: board.ControlBlock, peer: int, number: int, text: str | None) -> None:
+        same = None if text is None else block.agrees(number, text)
+        if same:
+            self._agreed[peer] = max(number, self._agreed[peer])
+        elif same is not None:
             raise MismatchError(
-                f"ranks disagree on call {self.number}: rank {self.rank} is in "
-                f"[{self._text}], rank {peer} in [{theirs}]. Every rank of a group must issue the "
-                "same calls, with the same global shapes and dtypes, in the same order."
+                f"ranks disagree on call {number}: rank {self.rank} is in "
+                f"[{text}], rank {peer} in [{block.read(number)}]. Every rank of a group must "
+                "issue the same calls, with the same global shapes and dtypes, in the same order."
             )
 
     def fail(self, error: BaseException) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 
 
+@functools.cache
 def operations_of(engine: str, family: str) -> ModuleType:
     """A family of operations on one engine, imported when it is first used.
 

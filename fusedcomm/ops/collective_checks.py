@@ -96,7 +96,7 @@ def check_out(x: Tensor, out: Tensor, shape: Sequence[int], *, in_place: bool) -
         in_place: whether out may be x itself.
     """
     check_tensor(out, "out")
-    if list(out.shape) != list(shape) or out.dtype != x.dtype or out.device != x.device:
+    if tuple(out.shape) != tuple(shape) or out.dtype != x.dtype or out.device != x.device:
         raise ValueError(
             f"out must be {list(shape)} {x.dtype} on {x.device}; got {list(out.shape)} "
             f"{out.dtype} on {out.device}"
@@ -105,6 +105,8 @@ def check_out(x: Tensor, out: Tensor, shape: Sequence[int], *, in_place: bool) -
         raise ValueError(
             "out= has no derivative: leave it out, or work under torch.no_grad() or on x.detach()"
         )
+    if torch.compiler.is_compiling():
+        return  # The result is made apart and copied, so that it does not matter where it goes.
     same = (
         in_place
         and out.data_ptr() == x.data_ptr()
@@ -126,5 +128,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
+    if x.is_contiguous():
+        return x.data_ptr(), x.data_ptr() + x.nbytes
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()

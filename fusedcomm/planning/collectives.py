@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from fusedcomm.planning.engine import choose_engine
 from fusedcomm.programs import ALGORITHMS
 from fusedcomm.programs.all_reduce import Domains
 from fusedcomm.protocol import Space
+from fusedcomm.topology.cost import choose
 from fusedcomm.trace import record_plan
 
 if TYPE_CHECKING:
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
-#: Bytes of a vector up to which every rank of an all-reduce reads and adds everything itself.
-ONE_SHOT_BYTES = 1 << 15
+#: What is chosen from, where nothing else is asked for, by ranks that share memory.
+_SHARED = ("one_shot", "two_shot")
 #: Bytes of data that one slot holds: a larger tensor goes through in pieces of this size, which
 #: stay in the last-level cache and need no more memory than this, whatever the tensor's size.
 SLOT_BYTES = 1 << 22
@@ -118,11 +120,10 @@ def _decide(
 def choose_algorithm(comm: Communicator, nbytes: int) -> tuple[str, str]:
     """The all-reduce algorithm for a vector of ``nbytes``, and a sentence of reason.
 
-    All ranks of ``comm`` share memory: what costs is synchronising (each step once) and bytes.
+    All ranks of ``comm`` share memory, so that these two are the fastest by any topology's costs.
     """
-    if nbytes <= ONE_SHOT_BYTES:
-        return "one_shot", f"{nbytes} bytes are few: one step, every rank adds everything"
-    return "two_shot", f"{nbytes} bytes are many: every rank adds its part, in two steps"
+    choice = choose("all_reduce", nbytes, comm.world_size, comm.topology, _SHARED)
+    return choice.algorithm, choice.reason
 
 
 def check_algorithm(algorithm: str) -> None:
@@ -132,6 +133,7 @@ def check_algorithm(algorithm: str) -> None:
         raise ValueError(f"algorithm must be one of {names}; got {algorithm!r}")
 
 
+@functools.lru_cache(maxsize=1024)
 def space(nbytes: int, chunks: int = 1) -> Space:
     """Every rank offers ``nbytes`` in its own memory, and ``chunks`` messages to each peer."""
     region = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)

@@ -29,20 +29,21 @@ from fusedcomm.communicator import Communicator
 from fusedcomm.engines.host.combining import combine
 from fusedcomm.engines.host.exchanging import (
     Piece,
+    Resident,
     arrivals,
+    copy,
     cut,
     exchange,
     exchange_counts,
     offer_parts,
     parts_of,
     place,
+    wait_for,
 )
-from fusedcomm.engines.host.running import Execution, pieces_of
+from fusedcomm.engines.host.running import Execution, pieces_of, stages
 from fusedcomm.planning import collectives as planning
 from fusedcomm.planning.collectives import Plan, space
-from fusedcomm.programs import all_reduce_programs
-from fusedcomm.programs.steps import messages_per_pair
-from fusedcomm.protocol import Call
+from fusedcomm.protocol import SLOTS, Call
 from fusedcomm.schedule import successors
 from fusedcomm.trace import span
 
@@ -57,30 +58,42 @@ def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction
         if comm.world_size == 1:
             out.copy_(x)
             return
-        before = None
-        for start, stop in pieces_of(x.numel(), x.dtype, planning.SLOT_BYTES):
-            programs = all_reduce_programs(
-                plan.algorithm, stop - start, comm.world_size, plan.domains
-            )
-            moved = start * x.dtype.itemsize
-            execution = Execution(
-                comm,
-                "all_reduce",
-                programs[comm.rank],
-                x[start:stop],
-                out[start:stop],
-                reduction,
-                messages_per_pair(programs),
-                resident and (resident[0], resident[1] + moved),
-            )
-            execution.begin()
-            if before is not None:
-                before.finish()
-            before = execution
-        assert before is not None
-        before.finish()
+        pieces = pieces_of(x.numel(), x.dtype, planning.SLOT_BYTES)
+        # As many at a time as there are slots, stage by stage: while one piece's messages are
+        # under way, the other one is worked on.
+        for first in range(0, len(pieces), SLOTS):
+            executions = [
+                _begun(comm, plan, x, out, start, stop, reduction, resident)
+                for start, stop in pieces[first : first + SLOTS]
+            ]
+            for stage in range(1, max(len(execution.stages) for execution in executions)):
+                for execution in executions:
+                    if stage < len(execution.stages):
+                        execution.run(stage)
         if resident is not None:
-            before.await_done()
+            executions[-1].await_done()
+
+
+def _begun(
+    comm: Communicator,
+    plan: Plan,
+    x: Tensor,
+    out: Tensor,
+    start: int,
+    stop: int,
+    reduction: str,
+    resident: Resident | None,
+) -> Execution:
+    """The execution of a piece, its first stage run."""
+    size = stop - start
+    program = stages(plan.algorithm, size, comm.world_size, comm.rank, plan.domains)
+    if size != x.shape[0]:
+        x, out = x[start:stop], out[start:stop]
+        if resident is not None:
+            resident = resident[0], resident[1] + start * x.dtype.itemsize
+    execution = Execution(comm, "all_reduce", program, x, out, reduction, resident)
+    execution.run(0)
+    return execution
 
 
 def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: Bounds) -> None:
@@ -95,8 +108,7 @@ def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: B
 
         def offer(call: Call, piece: Piece) -> None:
             part = piece.of(x)
-            with span("copy", "copy in", rank=rank):
-                call.write(rank, 0, tuple(part.shape), dtype).copy_(part)
+            copy(call.write(rank, 0, tuple(part.shape), dtype), part, rank, "copy in of", rank)
 
         def take(call: Call, piece: Piece) -> None:
             for source in arrivals(comm, call):
@@ -108,8 +120,7 @@ def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: B
                 else:
                     tensor, base = resident
                     theirs = call.read_symmetric(tensor, source, base, tuple(part.shape), dtype)
-                with span("copy", f"from rank {source}", rank=rank):
-                    part.copy_(theirs)
+                copy(part, theirs, rank, "from", source)
 
         pieces = cut(x.shape[0], bounds[0][1], dtype, 1, resident)
         exchange(
@@ -202,8 +213,7 @@ def all_to_all(
                     tensor, base = resident
                     base += sum(counts[source][:rank]) * inner * dtype.itemsize
                     theirs = call.read_symmetric(tensor, source, base, tuple(part.shape), dtype)
-                with span("copy", f"from rank {source}", rank=rank):
-                    part.copy_(theirs)
+                copy(part, theirs, rank, "from", source)
 
         exchange(comm, "all_to_all", pieces, world_size * region, offer, take, resident)
 
@@ -223,14 +233,11 @@ def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) 
             if rank == src:
                 for peer in peers:
                     call.await_reader(peer)
-                with span("copy", "copy in", rank=rank):
-                    call.write(rank, 0, shape, dtype).copy_(x[start:stop])
+                copy(call.write(rank, 0, shape, dtype), x[start:stop], rank, "copy in of", rank)
                 for peer in peers:
                     call.signal(peer)
             else:
-                with span("wait", f"wait for rank {src}", rank=rank, awaits=call.flag(src, 0)):
-                    call.wait(src)
-                with span("copy", f"from rank {src}", rank=rank):
-                    out[start:stop].copy_(call.read(src, 0, shape, dtype))
+                wait_for(call, src)
+                copy(out[start:stop], call.read(src, 0, shape, dtype), rank, "from", src)
             for peer in peers:
                 call.consumed(peer)

@@ -15,7 +15,7 @@ from fusedcomm.planning.collectives import space
 from fusedcomm.protocol import Call
 from fusedcomm.schedule import successors
 from fusedcomm.symmetric.tensor import SymmetricTensor
-from fusedcomm.trace import span
+from fusedcomm.trace import is_open, span
 
 #: The symmetric tensor in which every rank's input lies, and where in it, in bytes.
 Resident = tuple[SymmetricTensor, int]
@@ -111,9 +111,26 @@ def arrivals(comm: Communicator, call: Call) -> Iterator[int]:
     rank = comm.rank
     yield rank
     for source in successors(rank, comm.world_size):
-        with span("wait", f"wait for rank {source}", rank=rank, awaits=call.flag(source, 0)):
-            call.wait(source)
+        wait_for(call, source)
         yield source
+
+
+def wait_for(call: Call, source: int) -> None:
+    """Wait for what a peer offers; seen in traces."""
+    if not is_open():  # naming a span costs as much as a flag that is up
+        call.wait(source)
+        return
+    with span("wait", f"wait for rank {source}", rank=call.rank, awaits=call.flag(source, 0)):
+        call.wait(source)
+
+
+def copy(target: Tensor, source: Tensor, rank: int, what: str, peer: int) -> None:
+    """``target = source``; seen in traces."""
+    if not is_open():
+        target.copy_(source)
+        return
+    with span("copy", f"{what} rank {peer}", rank=rank):
+        target.copy_(source)
 
 
 def offer_parts(call: Call, piece: Piece, parts: Sequence[Tensor], region: int) -> None:
@@ -121,9 +138,8 @@ def offer_parts(call: Call, piece: Piece, parts: Sequence[Tensor], region: int) 
     for peer, part in enumerate(parts):
         if peer != call.rank:
             chosen = piece.of(part)
-            with span("copy", f"copy in for rank {peer}", rank=call.rank):
-                shape = tuple(chosen.shape)
-                call.write(call.rank, peer * region, shape, part.dtype).copy_(chosen)
+            target = call.write(call.rank, peer * region, tuple(chosen.shape), part.dtype)
+            copy(target, chosen, call.rank, "copy in for", peer)
 
 
 def parts_of(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -291,7 +291,8 @@ def _broadcast_backward(ctx: Any, dy: Tensor) -> tuple:
     dx = all_reduce(dy, "sum", "auto", *ctx.where)
     group, channel, _ = ctx.where
     if Communicator.named(group, channel).rank != ctx.src:
-        dx = torch.zeros_like(dx)
+        # Zero, but still a function of dy: in a second derivative all ranks must take part.
+        dx = dx.masked_fill(torch.ones((), dtype=torch.bool, device=dx.device), 0)
     return dx, None, None, None, None
 
 

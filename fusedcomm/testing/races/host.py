@@ -94,7 +94,7 @@ def host_hooks(recorder: Recorder) -> Iterator[None]:
     """Have the host's accesses noted."""
     accesses = Accesses(recorder)
     collective, barrier = Communicator.collective, Communicator.barrier
-    init, wait = Segment.__init__, Watch.wait
+    init, wait, poll = Segment.__init__, Watch.wait, Watch.poll
 
     @contextlib.contextmanager
     def watched_collective(self: Communicator, text: str) -> Iterator[None]:
@@ -118,6 +118,15 @@ def host_hooks(recorder: Recorder) -> Iterator[None]:
         wait(self, words.words, index, wanted, peer, awaited)
         seen = words.words[index]
         recorder.add("acquire", word(words.words, index), value=seen, wanted=wanted)
+
+    def watched_poll(self: Watch, words: Any, index: int, wanted: int) -> bool:
+        if not isinstance(words, Flags):
+            return poll(self, words, index, wanted)
+        if not poll(self, words.words, index, wanted):
+            return False
+        seen = words.words[index]
+        recorder.add("acquire", word(words.words, index), value=seen, wanted=wanted)
+        return True
 
     def watched_barrier(self: Communicator) -> None:
         arrivals = f"barrier of {self.group.group_name} {self.channel!r}"
@@ -163,7 +172,7 @@ def host_hooks(recorder: Recorder) -> Iterator[None]:
     with (
         replaced(Communicator, collective=watched_collective, barrier=watched_barrier),
         replaced(Segment, __init__=watched_init, words=property(get_words, set_words)),
-        replaced(Watch, wait=watched_wait),
+        replaced(Watch, wait=watched_wait, poll=watched_poll),
         replaced(
             SideStream,
             fork=lambda self: ordered("", _SIDE),
