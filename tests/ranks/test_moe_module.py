@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import fusedcomm as fc
@@ -293,6 +294,28 @@ def check_same_draw(rank: int) -> None:
     assert all(torch.equal(after, other) for other in both)
 
 
+def check_compiled(rank: int) -> None:
+    """No graph break, forward or backward, for any number of tokens; the same numbers."""
+    moe = made({"shared_ffn": 6, "shared_gate": True, "bias": True})
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(moe, fullgraph=True, backend=counter, dynamic=True)
+    graphs = []
+    for tokens in (4, 6 - rank, 5 + 3 * rank, 9):
+        x = torch.randn(tokens, HIDDEN, dtype=torch.float64)
+        found = []
+        for call in (moe, compiled):
+            moe.zero_grad()
+            xs = x.clone().requires_grad_()
+            y = call(xs)
+            y.square().sum().backward()
+            found.append([y, xs.grad, *(p.grad.clone() for p in moe.parameters())])
+        for right, got in zip(*found, strict=True):
+            assert relative_error(got, right) < 1e-14
+        graphs.append(counter.frame_count)
+    assert graphs[0] == graphs[-1] > 0, f"compiled anew: {graphs}"
+    torch._dynamo.reset()
+
+
 def reshard(rank: int, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], Tensor]:
     """The state that a mixture has after loading ``state``, and what it makes of all tokens."""
     moe = made({"shared_ffn": 6, "bias": True})
@@ -332,6 +355,10 @@ def test_any_router(pools: Pools) -> None:
 
 def test_ranks_draw_the_same_mixture(pools: Pools) -> None:
     pools(3).run(check_same_draw)
+
+
+def test_compiled(pools: Pools) -> None:
+    pools(2).run(check_compiled, timeout_s=120.0)
 
 
 def test_resharding_from_2_ranks_to_3_to_1(pools: Pools) -> None:
