@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedcomm.planning import collectives, moe, tensor_parallel
+from fusedcomm.planning import collectives, exchanges, moe, tensor_parallel
 from fusedcomm.planning.engine import ENGINES
 from fusedcomm.protocol import Space
 
@@ -39,5 +39,7 @@ def spaces(
             return family.spaces(op, shape, world_size, dtype, backward)
     if op in tensor_parallel.OPS:
         return tensor_parallel.gpu_spaces(op, shape, world_size, dtype)
+    if op in collectives.OPS:
+        return exchanges.spaces(op, shape, world_size, dtype, device)
     where = "" if device.type == "cpu" else f" with kernels for tensors on {device.type}"
     raise ValueError(f"reserve knows no operation {op!r}{where}")

@@ -24,11 +24,13 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 #: What is chosen from, where nothing else is asked for, by ranks that share memory.
 _SHARED = ("one_shot", "two_shot")
+#: The all-reduce algorithms that the Triton engine has.
+KERNELS = ("one_shot", "two_shot", "ring", "multimem")
 #: Bytes of data that one slot holds: a larger tensor goes through in pieces of this size, which
 #: stay in the last-level cache and need no more memory than this, whatever the tensor's size.
 SLOT_BYTES = 1 << 22
 #: The least region that is allocated, so that tensors which grow a little do not grow it each time.
-_LEAST_BYTES = 1 << 14
+LEAST_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,11 @@ def _decide(
     details: tuple[Any, ...],
     algorithm: str,
 ) -> Plan:
-    if engine == "triton":
-        raise ValueError(f'engine="triton" cannot serve {op}: collectives have no kernels yet')
-    chosen, reason = choose_engine(comm, device, dtype, engine, kernels=False, across=True)
+    chosen, reason = choose_engine(comm, device, dtype, engine, across=True)
     several = chosen == "host" and comm.inside is not None
+    lacking = _multimem_obstacle(comm, chosen, reason, dtype, details)
+    if algorithm == "multimem" and lacking:
+        raise ValueError(f"algorithm='multimem' cannot be had: {lacking}")
     if chosen == "plain":
         if algorithm not in ("auto", "direct"):
             raise ValueError(
@@ -108,8 +111,13 @@ def _decide(
         )
     elif several:
         algorithm = "two_level" if op == "all_to_all" else "hierarchical"
+    elif chosen == "triton" and algorithm not in ("auto", "direct", *KERNELS):
+        raise ValueError(
+            f'algorithm={algorithm!r} has no kernel; engine="triton" takes {", ".join(KERNELS)}'
+        )
     elif algorithm == "auto":
-        algorithm, why = choose_algorithm(comm, size * dtype.itemsize)
+        candidates = _SHARED if lacking else (*_SHARED, "multimem")
+        algorithm, why = choose_algorithm(comm, size * dtype.itemsize, candidates)
         reason = f"{reason}; {why}"
     words = [str(list(d)) if isinstance(d, tuple) else str(d) for d in details]
     text = f"{op} {dtype} {' '.join(words)}, engine {chosen} {algorithm}"
@@ -117,26 +125,43 @@ def _decide(
     return Plan(text, chosen, algorithm, domains, reason)
 
 
-def choose_algorithm(comm: Communicator, nbytes: int) -> tuple[str, str]:
+def choose_algorithm(
+    comm: Communicator, nbytes: int, candidates: tuple[str, ...] = _SHARED
+) -> tuple[str, str]:
     """The all-reduce algorithm for a vector of ``nbytes``, and a sentence of reason.
 
-    All ranks of ``comm`` share memory, so that these two are the fastest by any topology's costs.
+    All ranks of ``comm`` share memory, so that, by any topology's costs, these are the fastest.
     """
-    choice = choose("all_reduce", nbytes, comm.world_size, comm.topology, _SHARED)
+    choice = choose("all_reduce", nbytes, comm.world_size, comm.topology, candidates)
     return choice.algorithm, choice.reason
+
+
+def _multimem_obstacle(
+    comm: Communicator, engine: str, reason: str, dtype: torch.dtype, details: tuple[Any, ...]
+) -> str | None:
+    """Why no switch can add for all ranks; None if one can."""
+    if engine != "triton":
+        return f"it is a kernel, and the {engine} engine serves this call: {reason}"
+    if comm.topology.multicast != (True,):
+        return "no switch with a multicast pointer reaches all ranks of this group"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the switch adds float32, float16 and bfloat16, not {dtype}"
+    if "max" in details or "min" in details:
+        return "the switch only adds: op must be sum or avg"
+    return None
 
 
 def check_algorithm(algorithm: str) -> None:
     """Raise ``ValueError`` unless ``algorithm`` may be asked for."""
-    if algorithm != "auto" and algorithm not in ALGORITHMS:
-        names = ", ".join(("auto", *ALGORITHMS))
-        raise ValueError(f"algorithm must be one of {names}; got {algorithm!r}")
+    names = ("auto", *dict.fromkeys((*ALGORITHMS, *KERNELS)))
+    if algorithm not in names:
+        raise ValueError(f"algorithm must be one of {', '.join(names)}; got {algorithm!r}")
 
 
 @functools.lru_cache(maxsize=1024)
 def space(nbytes: int, chunks: int = 1) -> Space:
     """Every rank offers ``nbytes`` in its own memory, and ``chunks`` messages to each peer."""
-    region = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
+    region = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
     return Space("collective", 1, region, chunks)
 
 
