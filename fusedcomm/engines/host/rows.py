@@ -69,8 +69,8 @@ def pieces(routed: Routed, rank: int, local_expert: int) -> list[Piece]:
 class Rows:
     """One call on the workspace "moe rows".
 
-    ``own``: this rank's rows, ``[received, hidden]``: those of other sources may be read after
-    ``await_piece``, all until ``done``.
+    After ``send``, ``own`` are this rank's rows, ``[received, hidden]``: those of other sources may
+    be read after ``await_piece``, all until ``done``.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Rows:
         self._hidden, self._dtype = hidden, dtype
         space = rows_space(routed.terms, routed.layout, hidden * dtype.itemsize)
         self.call: Call = comm.take(op, space)
-        self.own = self._region(self.rank)
+        self.own = torch.empty(0)
 
     def _region(self, owner: int) -> Tensor:
         return self.call.write(owner, 0, (self._received[owner], self._hidden), self._dtype)
@@ -95,7 +95,7 @@ class Rows:
         Args:
             x: ``[T, hidden]``, contiguous.
             scale: a factor for every row sent ``[sent, 1]``, or None.
-            own: where the own ones go, by default into ``self.own``.
+            own: where the own ones go, by default between the others.
         """
         for peer in self._peers:
             self.call.await_reader(peer)
@@ -104,7 +104,10 @@ class Rows:
                 self._send_to(peer, self._region(peer), x, scale)
             self.call.signal(peer, self._closing)
         with span("copy", "own rows", rank=self.rank):
-            self._send_to(self.rank, self.own if own is None else own, x, scale)
+            self._send_to(self.rank, self._region(self.rank) if own is None else own, x, scale)
+        self.own = self.call.read(
+            self.rank, 0, (self._received[self.rank], self._hidden), self._dtype
+        )
 
     def _send_to(self, peer: int, region: Tensor, x: Tensor, scale: Tensor | None) -> None:
         routed, layout = self._routed, self._routed.layout
@@ -153,6 +156,7 @@ class Returns:
         self._routed = routed
         self._peers = successors(comm.rank, comm.world_size)
         self._closing = chunks(routed.layout.placement) - 1
+        self._hidden, self._dtype = hidden, dtype
         space = returns_space(routed.terms, routed.layout, hidden * dtype.itemsize)
         self.call: Call = comm.take(op, space)
         sent = routed.layout.sent.tolist()
@@ -175,7 +179,9 @@ class Returns:
             with span("wait", f"wait for rank {peer}", rank=self.rank, awaits=flag):
                 self.call.wait(peer, self._closing)
         with span("reduce", "add the choices", rank=self.rank):
-            found = sum_choices(self.targets[self.rank], self._routed.slot, weights, keep)
+            sent = int(self._routed.layout.sent[self.rank])
+            rows = self.call.read(self.rank, 0, (sent, self._hidden), self._dtype)
+            found = sum_choices(rows, self._routed.slot, weights, keep)
         for peer in self._peers:
             self.call.consumed(peer)
         return found
