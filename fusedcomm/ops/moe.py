@@ -36,7 +36,7 @@ from fusedcomm.ops.checks_moe import (
 from fusedcomm.ops.dispatch import Address, address_of, direct
 from fusedcomm.ops.library import moe as library
 from fusedcomm.ops.library import moe_ffn as ffn_library
-from fusedcomm.planning.routing import place
+from fusedcomm.planning.routing import local_experts
 
 Placed = Sequence[int] | Tensor | None
 
@@ -243,7 +243,7 @@ def moe_ffn(
     owners = check_terms(
         topk_ids, num_experts, address.world_size, align, capacity, max_tokens, overflow, placement
     )
-    local = _local_experts(num_experts, owners, address.rank, address.world_size)
+    local = local_experts(num_experts, address.rank, address.world_size, owners)
     check_experts(x, w13, w2, b13, b2, local, activation, layout, transposed)
     where = _where(num_experts, owners, align, capacity, max_tokens, address, engine)
     ids = topk_ids.reshape(-1, topk_ids.shape[-1])
@@ -286,12 +286,3 @@ def _where(
     placed = " ".join(map(str, owners))
     names = (address.group, address.channel, engine)
     return (num_experts, placed, align, capacity, max_tokens, *names)
-
-
-def _local_experts(num_experts: int, owners: tuple[int, ...], rank: int, world_size: int) -> int:
-    """How many experts a rank has."""
-    return len(place(num_experts, world_size, owners).experts[rank])
-
-
-# A number for a compiler: tracing would go into numpy. See ``address_of``.
-_local_experts._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -104,7 +104,7 @@ def plan(
     if chosen == "triton":
         raise ValueError('engine="triton" does not serve the mixture of experts yet; use "auto"')
     record_plan(op, chosen, terms.num_experts if chosen == "host" else 1, reason)
-    return Plan(f"{op} {what}, {terms}, engine {chosen}", chosen, reason)
+    return Plan(f"{op} {what} of {terms}, engine {chosen}", chosen, reason)
 
 
 def table_text(layout: Layout) -> str:
