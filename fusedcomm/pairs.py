@@ -20,6 +20,7 @@ begun go on whenever this rank waits for anything on its communicator.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -245,13 +246,22 @@ class Pairs:
     def _open(self, peer: int) -> _Sending:
         """Make a pair's memory and hand it to the receiver, which takes it when it receives."""
         segment = Segment.create("pair", _SIZE)
-        segment.words[_WRITTEN] = segment.words[_EMPTIED] = self._first_epoch
+        if self._first_epoch:  # new memory is zero
+            segment.words[_WRITTEN] = segment.words[_EMPTIED] = self._first_epoch
         awaited = Awaited("send", 0, -1, "taking over the pair's memory")
         try:
             self._watch.send(peer, PAIR, segment.descriptor, awaited)
         finally:
             segment.release_descriptor()
         return _Sending(self._watch, segment, peer)
+
+    def segments(self) -> Iterator[tuple[int, int, Segment]]:
+        """The pairs' memory: sender, receiver, segment."""
+        own = self._watch.rank
+        for peer, sending in self._sending.items():
+            yield own, peer, sending._segment
+        for peer, receiving in self._receiving.items():
+            yield peer, own, receiving._segment
 
     def close(self) -> None:
         """Let go of the memory."""

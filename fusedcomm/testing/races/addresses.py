@@ -70,6 +70,11 @@ class AddressBook:
             for reference in list(comm._symmetric.values()):
                 if (tensor := reference()) is not None:
                     named.append((f"symmetric tensor {tensor.number}", tensor.segments))
+            if comm._pairs is not None:
+                for source, receiver, segment in comm._pairs.segments():
+                    if found := self.memory_of(segment.address):
+                        name = f"messages from rank {source} to rank {receiver}{suffix}"
+                        self.names[found[0]] = name
             for name, segments in named:
                 for rank, segment in enumerate(segments):
                     if found := self.memory_of(segment.address):
