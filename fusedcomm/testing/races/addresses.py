@@ -71,8 +71,8 @@ class AddressBook:
                 if (tensor := reference()) is not None:
                     named.append((f"symmetric tensor {tensor.number}", tensor.segments))
             if comm._pairs is not None:
-                for source, receiver, segment in comm._pairs.segments():
-                    if found := self.memory_of(segment.address):
+                for source, receiver, memory in comm._pairs.segments():
+                    if found := self.memory_of(memory.address):
                         name = f"messages from rank {source} to rank {receiver}{suffix}"
                         self.names[found[0]] = name
             for name, segments in named:
