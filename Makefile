@@ -1,6 +1,7 @@
-# make setup | demo | test | lint | bench | clean.  Everything is installed in .venv, nothing outside.
+# make setup | demo | test | lint | bench | gpu-check | clean.  Everything is installed in .venv, nothing outside.
 #   make test ARGS="-k shm"     make demo ARGS="--ranks 1"     make bench ARGS="tensor_parallel --quick"
 #   make test PYTHON=python3.12
+#   make gpu-check     on a machine with an NVIDIA GPU: uses its own torch and triton, installs nothing
 #
 # Which build of torch? pip takes the highest version that constraints.txt admits, and a version with
 # a local label ("2.13.0+cpu") is higher than the plain one. So a CPU build is taken wherever the
@@ -27,7 +28,7 @@ SETUP := $(VENV)/setup-$(BUILD).stamp
 DEMO := $(VENV)/demo-$(BUILD).stamp
 MODELS := $(VENV)/models-$(BUILD).stamp
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench gpu-check clean
 .DELETE_ON_ERROR:
 
 setup: $(SETUP)
@@ -45,6 +46,9 @@ lint: $(SETUP)
 
 bench: $(SETUP)
 	$(BIN)/python -m fusedcomm bench $(or $(ARGS),tensor_parallel)
+
+gpu-check:
+	$(PYTHON) -m fusedcomm.benchmarks._gpu_check $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

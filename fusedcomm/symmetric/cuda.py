@@ -38,7 +38,7 @@ class Allocation:
         self.handle = handle
 
     def __del__(self) -> None:
-        if torch is not None and torch.cuda.is_current_stream_capturing():
+        if self.own.is_cuda and torch.cuda.is_current_stream_capturing():
             _postponed.append((self.own, self.handle))
 
 

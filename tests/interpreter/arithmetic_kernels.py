@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fusedcomm.kernels.signals import memory
+
 #: What ``binary_kernel`` computes, in the order of its rows.
 BINARY = ("add", "sub", "mul", "div", "minimum", "maximum", "where", "abs")
 
@@ -98,3 +100,11 @@ def counter_kernel(flags, wanted, out, N):
         flag = tl.load(flags + i)
         tl.store(out + i, (flag - tl.load(wanted + i) >= 0).to(tl.int32))
         tl.store(flags + i, flag + 1)
+
+
+@triton.jit(do_not_specialize=["writer"])
+def address_kernel(bases, offset, writer, region_bytes, out):
+    """Where the region of ``writer`` lies on two ranks."""
+    for rank in range(0, 2):
+        place = memory(bases, rank, offset, writer, region_bytes, tl.float32)
+        tl.store(out + rank, place.to(tl.int64))

@@ -42,6 +42,7 @@ class Case:
         used: which results are differentiated; all by default.
         options: further arguments of the operation.
         seed: tells equal cases with different data apart.
+        device: where this rank's tensors lie.
     """
 
     op: str
@@ -58,6 +59,7 @@ class Case:
     used: tuple[bool, ...] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    device: str = "cpu"
 
     def __str__(self) -> str:
         """What differs from the defaults."""
@@ -191,7 +193,7 @@ def call(case: Case, problem: Problem, rank: int, world_size: int, group: Any = 
 
     def local(full: Tensor, dim: int | None) -> Tensor:
         part = full if dim is None else shard(full, dim, rank, world_size)
-        return strided(part.to(case.dtype), case.layout)
+        return strided(part.to(case.dtype).to(case.device), case.layout)
 
     if column:
         x = local(problem.x, case.dim if cuts else None)

@@ -75,6 +75,7 @@ def check_values(case: Case, problem: Problem, found: Local, rank: int, world_si
         "ga": 0.0,
     }
     for name, got in found.results().items():
+        got = got.cpu()
         what = f"{case}: {name} on rank {rank} of {world_size}"
         assert got.dtype == case.dtype, f"{what}: dtype {got.dtype}"
         key = name[:1] if name[0] == "y" else name[:2]
@@ -125,8 +126,15 @@ def poison_slots(comm: fc.Communicator) -> None:
     """Fill this rank's part of every workspace's data with NaN; call it between two barriers."""
     for _, workspace in workspaces(comm):
         rank = comm.rank if comm.inside is None else comm.inside.rank
-        data = workspace.segments[rank].bytes[workspace._data :]
-        data[:] = b"\xff" * len(data)
+        segment, start = workspace.segments[rank], workspace._data
+        segment.tensor(start, (segment.size - start,), torch.uint8).fill_(255)
+    _settle(comm)
+
+
+def _settle(comm: fc.Communicator) -> None:
+    """Wait until this rank's GPU is done, if its calls run on one."""
+    if any(workspace.device.type == "cuda" for _, workspace in workspaces(comm)):
+        torch.cuda.synchronize()
 
 
 @contextmanager
@@ -161,6 +169,7 @@ def check(rank: int, cases: Sequence[Case], group: Any = None) -> None:
     for number, case in enumerate(cases):
         problem = Problem.of(case, world_size)
         if number % POISON_EVERY == 0:
+            _settle(comm)
             comm.barrier()
             poison_slots(comm)
             comm.barrier()

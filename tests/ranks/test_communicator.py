@@ -143,7 +143,7 @@ def check_reserve(rank: int) -> None:
         case = Case("all_gather_linear", (rows,), k=16)
         assert sizes_after(comm, case) == reserved
     for bad, message in (
-        (("all_gather", (4, 4)), "knows no operation 'all_gather'"),
+        (("gather", (4, 4)), "knows no operation 'gather'"),
         (("all_gather_linear", (4,)), "global shape"),
         (("all_gather_linear", ()), "global shape"),
         (("all_gather_linear", (4, -1)), "global shape"),

@@ -1,0 +1,46 @@
+"""The checks for GPUs, on CPU ranks: they themselves are right, and find what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusedcomm.testing import RankError
+from fusedcomm.testing.races.recording import replaced
+from tests.gpu import checks
+
+NEEDS_A_GPU = {"auto_takes_triton", "growth_during_capture", "two_streams", "timeout_record"}
+#: The matrix of every dtype runs in test_tensor_parallel.py as well.
+LONG = {"float16", "float32", "pieces", "copy_engine"}
+
+
+def _few_rounds(rank: int, world_size: int, name: str) -> None:
+    with replaced(checks, ROUNDS=5, REPLAYS=4):
+        checks.CHECKS[name](rank, world_size)
+
+
+def _wrong_result(rank: int, world_size: int, name: str) -> None:
+    """The last element of every result of rank 1 is wrong."""
+    calls = checks.Model.calls
+
+    def spoiled(self: checks.Model, layers: int = 1) -> list[torch.Tensor]:
+        found = calls(self, layers)
+        if rank == 1:
+            found[-1].view(-1)[-1] += 1
+        return found
+
+    with replaced(checks.Model, calls=spoiled):
+        _few_rounds(rank, world_size, name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU, in tests/gpu")
+@pytest.mark.parametrize("name", [n for n in checks.CHECKS if n not in NEEDS_A_GPU | LONG])
+def test_a_check_passes(pools, name):
+    pools(2, TRITON_INTERPRET="1").run(_few_rounds, 2, name, timeout_s=150)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU, in tests/gpu")
+@pytest.mark.parametrize("name", ["skew", "graph_mixed_with_eager"])
+def test_a_check_fails(pools, name):
+    with pytest.raises(RankError, match="differ|are wrong"):
+        pools(2, TRITON_INTERPRET="1").run(_wrong_result, 2, name, timeout_s=150)
