@@ -385,10 +385,12 @@ class Communicator:
 
         Args:
             op: "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", or a collective:
-                "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast".
+                "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"; or
+                "dispatch", "combine".
             global_shapes: what crosses between the ranks, uncut: ``[T, …, K]`` of the gathered
                 input, or ``[T, …, N]`` of the summed output. Its first dimension is the cut one.
-                Of a collective, the shape of the full tensor.
+                Of a collective, the shape of the full tensor. Of a dispatch ``[capacity, hidden,
+                experts]``, of a combine ``[k * max_tokens, hidden, experts]``.
             dtype: in which it crosses.
             backward: whether the backward pass will run as well.
             device: of the tensors; this communicator's, unless given.

@@ -45,12 +45,10 @@ def dispatch(x: torch.Tensor, ids: torch.Tensor) -> Sent:
 
 
 def combine(h: torch.Tensor, sent: Sent, weights: torch.Tensor) -> torch.Tensor:
-    leaving = torch.empty_like(h)
-    leaving[sent.arranged] = h
+    leaving = h.index_select(0, torch.argsort(sent.arranged))
     back = h.new_empty(sum(sent.in_splits), h.shape[1])
     dist.all_to_all_single(back, leaving, sent.in_splits, sent.out_splits)
-    rows = torch.empty_like(back)
-    rows[sent.order] = back
+    rows = back.index_select(0, torch.argsort(sent.order))
     tokens, top_k = weights.shape
     terms = rows.view(tokens, top_k, h.shape[1]).float()
     return torch.bmm(weights.unsqueeze(1), terms).squeeze(1).to(h.dtype)

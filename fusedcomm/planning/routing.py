@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -139,6 +140,22 @@ def sort_choices(columns: Array, num_experts: int) -> tuple[Array, Array, Array]
     return counts, order, slot.reshape(columns.shape)
 
 
+class Segment(NamedTuple):
+    """The rows of one source for one expert.
+
+    Attributes:
+        expert: its number on its rank.
+        rows: how many.
+        sent: where they begin among those that the source sends, and gets back.
+        first: where they begin among those that the reader receives.
+    """
+
+    expert: int
+    rows: int
+    sent: int
+    first: int
+
+
 class Layout:
     """All places, from the table.
 
@@ -179,6 +196,7 @@ class Layout:
         self.sent_row_WE = np.cumsum(counts_WE, 1) - counts_WE
         self.sent = counts_WE.sum(1)
         self.received = behind[starts[1:]] - behind[starts[:-1]]
+        self._segments: dict[tuple[int, int], list[Segment]] = {}
 
     @property
     def most_sent(self) -> int:
@@ -197,19 +215,56 @@ class Layout:
         own = self.placement.columns(rank)
         return np.cumsum(self.padded_E[own.start : own.stop])
 
-    def pieces(self, source: int, column: int) -> list[tuple[int, int, int]]:
-        """The pieces of a segment that hold rows: (number, first, last) in the segment's rows.
+    def segments(self, source: int, reader: int) -> list[Segment]:
+        """The segments of a source for a reader's experts, of those that hold rows.
 
-        >>> Layout(np.array([[2500, 0]]), place(2, 1)).pieces(0, 0)
-        [(0, 0, 834), (1, 834, 1668), (2, 1668, 2500)]
-        >>> Layout(np.array([[2500, 0]]), place(2, 1)).pieces(0, 1)
-        []
+        >>> layout = Layout(np.array([[1, 2, 0, 3], [2, 0, 1, 1]]), place(4, 2), align=4)
+        >>> for segment in layout.segments(1, 1):
+        ...     print(segment)
+        Segment(expert=0, rows=1, sent=2, first=0)
+        Segment(expert=1, rows=1, sent=3, first=7)
         """
-        rows = int(self.counts_WE[source, column])
-        if not rows:
-            return []
-        bounds = piece_bounds(rows, min(MAX_PIECES, -(-rows // PIECE_ROWS)))
-        return [(piece, first, last) for piece, (first, last) in enumerate(bounds)]
+        found = self._segments.get((source, reader))
+        if found is None:
+            own = self.placement.columns(reader)
+            counts, sent, first = (
+                array[source, own.start : own.stop]
+                for array in (self.counts_WE, self.sent_row_WE, self.first_row_WE)
+            )
+            some = np.flatnonzero(counts)
+            values = (array[some].tolist() for array in (counts, sent, first))
+            found = [Segment(*each) for each in zip(some.tolist(), *values, strict=True)]
+            self._segments[source, reader] = found
+        return found
+
+    def padding(self, rank: int) -> list[tuple[int, int]]:
+        """The rows (first, last) of a rank that are padding.
+
+        >>> Layout(np.array([[3, 4]]), place(2, 1), align=4).padding(0)
+        [(3, 4)]
+        """
+        own = self.placement.columns(rank)
+        real, padded, first = (
+            array[own.start : own.stop]
+            for array in (self.counts_E, self.padded_E, self.first_row_E)
+        )
+        some = np.flatnonzero(padded > real)
+        firsts = (first + real)[some].tolist()
+        return list(zip(firsts, (first + padded)[some].tolist(), strict=True))
+
+
+def pieces(rows: int) -> list[tuple[int, int, int]]:
+    """How a segment of ``rows`` is cut: (number, first, last).
+
+    >>> pieces(2500)
+    [(0, 0, 834), (1, 834, 1668), (2, 1668, 2500)]
+    >>> pieces(0)
+    []
+    """
+    if rows <= PIECE_ROWS:
+        return [(0, 0, rows)] if rows else []
+    bounds = piece_bounds(rows, min(MAX_PIECES, -(-rows // PIECE_ROWS)))
+    return [(piece, first, last) for piece, (first, last) in enumerate(bounds)]
 
 
 def chunk(local_expert: int, piece: int) -> int:
@@ -220,70 +275,6 @@ def chunk(local_expert: int, piece: int) -> int:
 def chunks(placement: Placement) -> int:
     """Flags from a source to a reader: one a piece, and the last, which says that all was sent."""
     return placement.most * MAX_PIECES + 1
-
-
-def kept_rows(counts_WE: Array, placement: Placement, align: int, capacity: int) -> Array:  # noqa: N803
-    """For every (source, reader): whether all its choices find room (1), some may (0), none (-1).
-
-    Choices find room in the order of source rank, token, choice: the first that does not fit, and
-    all behind it, are dropped. So of all sources at most one keeps a part.
-
-    >>> table = np.array([[2, 1], [2, 0], [1, 1]])
-    >>> kept_rows(table, place(2, 3, (0, 0)), align=1, capacity=4)[:, 0].tolist()
-    [1, 0, -1]
-    """
-    world_size = len(counts_WE)
-    kept = np.ones((world_size, world_size), dtype=np.int64)
-    so_far = np.cumsum(counts_WE, 0)
-    padded = -(-so_far // align) * align
-    for reader in range(world_size):
-        own = placement.columns(reader)
-        fits = padded[:, own.start : own.stop].sum(1) <= capacity
-        if not fits.all():
-            boundary = int(np.argmin(fits))
-            kept[boundary, reader] = 0
-            kept[boundary + 1 :, reader] = -1
-    return kept
-
-
-def drop(
-    columns: Array,
-    rank: int,
-    counts_WE: Array,  # noqa: N803
-    placement: Placement,
-    align: int,
-    capacity: int,
-) -> Array:
-    """The columns ``[T, k]`` of ``rank`` with those that find no room replaced by "no expert".
-
-    Rank 1 may add one row to the rank that has experts 0 and 1, and loses its last token there:
-
-    >>> table = np.array([[2, 1], [1, 1]])
-    >>> drop(np.array([[1], [0]]), 1, table, place(2, 2, (0, 0)), align=1, capacity=4).tolist()
-    [[1], [2]]
-    """
-    none = placement.num_experts
-    flat = columns.reshape(-1).copy()
-    before = counts_WE[:rank].sum(0)
-    for reader, kept in enumerate(kept_rows(counts_WE, placement, align, capacity)[rank].tolist()):
-        own = placement.columns(reader)
-        here = np.flatnonzero((flat >= own.start) & (flat < own.stop))
-        if kept == 1:
-            continue
-        if kept == 0:
-            mine = flat[here] - own.start
-            # How many of the same expert lie in front of each, those of earlier sources included.
-            number = np.empty_like(mine)
-            sort = np.argsort(mine, kind="stable")
-            counts = np.bincount(mine, minlength=len(own))
-            number[sort] = np.arange(len(mine)) - np.repeat(np.cumsum(counts) - counts, counts)
-            number += before[own.start : own.stop][mine]
-            # A row takes `align` rows of room if it is the first of a new multiple.
-            room = -(-before[own.start : own.stop] // align) * align
-            taken = int(room.sum()) + np.cumsum(np.where(number % align == 0, align, 0))
-            here = here[taken > capacity]
-        flat[here] = none
-    return flat.reshape(columns.shape)
 
 
 def owners_text(owners: Sequence[int]) -> str:

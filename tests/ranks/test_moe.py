@@ -267,3 +267,67 @@ def test_memory_is_what_the_formula_says(pools: Pools, world_size: int) -> None:
         for per_rank in pools(world_size).run(workspace_bytes, k):
             for held, formula in per_rank:
                 assert held == formula
+
+
+def forms(rank: int, engine: str) -> None:
+    """Leading dimensions flatten to tokens; strides, and the dtypes of ids and weights, vary."""
+    case = Case("moe_ffn", (24, 12), k=2, experts=5, bias=True, engine=engine)
+    world_size = fc.Communicator.of().world_size
+    problem = Problem.of(case, world_size)
+    right = expected(case, problem, rank, world_size)
+    mine = case.experts_of(rank, world_size)
+    shape = (2, 3, case.count(rank) // 6)
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        """The same values, every second of a larger tensor's."""
+        wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), -77)
+        wide[..., ::2] = tensor
+        return wide[..., ::2]
+
+    dtypes = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32)
+    for dtype in dtypes:
+        x = spread(problem.xs[rank].float().view(*shape, -1)).requires_grad_()
+        ids = spread(problem.ids[rank].to(torch.int64).view(*shape, 2)).to(dtype)
+        weights = problem.weights[rank].view(*shape, 2).requires_grad_()  # float64
+        own = [spread(t[mine].float()) for t in (problem.w13, problem.w2)]
+        biases = {n: spread(getattr(problem, n)[mine].float()) for n in ("b13", "b2")}
+        dy = problem.dys[rank].float().view(shape[::-1] + (-1,)).permute(2, 1, 0, 3)
+        flat = dy.reshape(case.count(rank), -1).double()
+        y = fc.moe_ffn(x, ids, weights, *own, **biases, num_experts=5, engine=engine)
+        assert y.shape == x.shape
+        compare(f"{dtype}", y.reshape(right["y"].shape), right["y"], bound(torch.float32, 50, 8))
+        y.backward(dy)
+        assert x.grad is not None and weights.grad is not None
+        assert x.grad.shape == x.shape and weights.grad.dtype == torch.float64
+        d = fc.dispatch(x.detach(), ids, weights.detach(), 5, engine=engine)
+        rows = fc.combine(d.x, d)
+        taken = weights.detach().sum(-1, keepdim=True)
+        torch.testing.assert_close(rows, (x.detach() * taken).float())
+        assert (flat != problem.dys[rank]).any()  # the gradient's strides are not x's
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("engine", ["host", "plain"])
+def test_leading_dimensions_strides_and_dtypes(pools: Pools, engine: str, world_size: int) -> None:
+    pools(world_size).run(forms, engine)
+
+
+def reserved(rank: int) -> None:
+    """After ``reserve`` no call within its limits grows anything."""
+    comm = fc.Communicator.of(channel="reserved")
+    comm.reserve("dispatch", (80, 16, 6), dtype=torch.bfloat16)
+    comm.reserve("combine", (60, 16, 6), dtype=torch.bfloat16)
+    before = dict(comm._workspaces)
+    held = comm.workspace_bytes()
+    assert held["moe rows"]["data"] == 2 * 80 * 32 and held["moe returns"]["data"] == 2 * 60 * 32
+    for tokens in (1, 20, 7):
+        x = torch.ones(tokens, 16, dtype=torch.bfloat16, requires_grad=True)
+        ids = (torch.arange(3 * tokens) % 6).view(tokens, 3)
+        d = fc.dispatch(x, ids, None, 6, group=comm, capacity=80, max_tokens=20)
+        fc.combine(d.x * 1.0, d).sum().backward()
+    assert comm._workspaces == before
+    comm.close()
+
+
+def test_reserved_memory_does_not_grow(pools: Pools) -> None:
+    pools(2).run(reserved)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedcomm.engines.host import moe_ffn
-from fusedcomm.planning import routing
+from fusedcomm.planning import capacity, routing
+from fusedcomm.planning.capacity import drop
 from fusedcomm.planning.routing import (
     MAX_PIECES,
     PIECE_ROWS,
@@ -17,14 +18,14 @@ from fusedcomm.planning.routing import (
     chunk,
     chunks,
     columns_of,
-    drop,
+    pieces,
     place,
     sort_choices,
 )
 
 
 def test_examples_in_the_docstrings() -> None:
-    for module in (routing, moe_ffn):
+    for module in (routing, capacity, moe_ffn):
         results = doctest.testmod(module)
         assert results.attempted and not results.failed
 
@@ -85,7 +86,7 @@ def test_rows_are_sorted_by_expert_source_token(given_: tuple) -> None:
 
 
 @given(routings(), st.integers(0, 12))
-def test_the_last_choices_find_no_room(given_: tuple, capacity: int) -> None:
+def test_the_last_choices_find_no_room(given_: tuple, room: int) -> None:
     world_size, experts, owners, align, ids = given_
     placement = place(experts, world_size, owners)
     columns = [columns_of(own, placement) for own in ids]
@@ -101,20 +102,22 @@ def test_the_last_choices_find_no_room(given_: tuple, capacity: int) -> None:
             rows[column] += 1
             here = placement.columns(reader)
             padded = (-(-rows // align) * align)[here.start : here.stop].sum()
-            if full[reader] or padded > capacity:
+            if full[reader] or padded > room:
                 full[reader] = True
                 rows[column] -= 1
                 right[source][token, choice] = experts
     for source, own in enumerate(columns):
-        found = drop(own, source, table, placement, align, capacity)
+        found = drop(own, source, table, placement, align, room)
         assert (found == right[source]).all()
 
 
 @given(st.integers(0, 3 * MAX_PIECES * PIECE_ROWS))
 def test_pieces_cover_a_segment_and_have_flags_of_their_own(rows: int) -> None:
     placement = place(2, 1)
-    pieces = Layout(np.array([[rows, 1]]), placement).pieces(0, 0)
-    assert [row for _, first, last in pieces for row in range(first, last)] == list(range(rows))
+    cut = pieces(rows)
+    assert [row for _, first, last in cut for row in range(first, last)] == list(range(rows))
+    assert [number for number, _, _ in cut] == list(range(len(cut)))
+    assert len(cut) <= MAX_PIECES
     flags = [chunk(expert, piece) for expert in range(2) for piece in range(MAX_PIECES)]
     assert len(set(flags)) == len(flags) and max(flags) == chunks(placement) - 2
 

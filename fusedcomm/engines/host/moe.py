@@ -12,7 +12,7 @@ import torch
 
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines.host.moe_ffn import moe_ffn, moe_ffn_backward
-from fusedcomm.engines.host.rows import Returns, Rows, clear_padding, pieces
+from fusedcomm.engines.host.rows import Returns, Rows, arriving, clear_padding
 from fusedcomm.engines.routed import Routed
 from fusedcomm.planning.moe import Plan, counts_space, table_text
 from fusedcomm.schedule import successors
@@ -62,8 +62,8 @@ def dispatch(
     with comm.collective(f"{plan.text}, {table_text(routed.layout)}"):
         rows = Rows(comm, "dispatch", routed, x.shape[1], x.dtype)
         rows.send(x.contiguous(), scale, own=result)
-        for local_expert in range(len(routed.layout.placement.columns(rank))):
-            for piece in pieces(routed, rank, local_expert):
+        for found in arriving(routed, rank):
+            for piece in found:
                 if piece.source != rank:
                     rows.await_piece(piece)
                     result[piece.first : piece.last].copy_(rows.own[piece.first : piece.last])
@@ -87,15 +87,10 @@ def combine(
     rank, layout = comm.rank, routed.layout
     with comm.collective(f"{plan.text}, {table_text(layout)}"):
         returns = Returns(comm, "combine", routed, h.shape[1], h.dtype)
-        own = layout.placement.columns(rank)
         for source in [*successors(rank, comm.world_size), rank]:
             target = returns.targets[source]
             with span("copy", f"rows for rank {source}", rank=rank):
-                for column in own:
-                    count = int(layout.counts_WE[source, column])
-                    if count:
-                        first = int(layout.first_row_WE[source, column])
-                        back = int(layout.sent_row_WE[source, column])
-                        target[back : back + count].copy_(h[first : first + count])
+                for _, rows, back, first in layout.segments(source, rank):
+                    target[back : back + rows].copy_(h[first : first + rows])
             returns.signal(source)
         return returns.sum(weights, keep)

@@ -19,7 +19,7 @@ from fusedcomm.engines.experts import (
     experts_grads,
     product,
 )
-from fusedcomm.engines.host.rows import Piece, Returns, Rows, in_order, pieces
+from fusedcomm.engines.host.rows import Piece, Returns, Rows, arriving, in_order
 from fusedcomm.engines.routed import Routed
 from fusedcomm.planning.moe import Plan, table_text
 from fusedcomm.trace import span
@@ -58,12 +58,11 @@ class _Work:
 
     def __init__(self, comm: Communicator, routed: Routed) -> None:
         self.rank = comm.rank
-        placement = routed.layout.placement
         self.expert_of: dict[int, int] = {}  # the first row of a unit -> its expert
         units = []
-        for local_expert in range(len(placement.experts[comm.rank])):
-            for unit in cut(pieces(routed, comm.rank, local_expert)):
-                self.expert_of[unit[0].first] = local_expert
+        for expert, found in enumerate(arriving(routed, comm.rank)):
+            for unit in cut(found):
+                self.expert_of[unit[0].first] = expert
                 units.append(unit)
         # Own rows are there already.
         self.units = sorted(units, key=lambda unit: any(piece.chunk >= 0 for piece in unit))

@@ -23,7 +23,7 @@ from fusedcomm.communicator import Communicator
 from fusedcomm.engines.choices import sum_choices
 from fusedcomm.engines.routed import Routed
 from fusedcomm.planning.moe import returns_space, rows_space
-from fusedcomm.planning.routing import chunk, chunks
+from fusedcomm.planning.routing import chunk, chunks, pieces
 from fusedcomm.protocol import Call
 from fusedcomm.schedule import successors
 from fusedcomm.trace import span
@@ -52,17 +52,15 @@ class Piece:
         return self.last - self.first
 
 
-def pieces(routed: Routed, rank: int, local_expert: int) -> list[Piece]:
-    """What a rank gets for one of its experts, in the order of its rows."""
+def arriving(routed: Routed, rank: int) -> list[list[Piece]]:
+    """What a rank gets for each of its experts, in the order of its rows."""
     layout = routed.layout
-    column = layout.placement.starts[rank] + local_expert
-    found = []
+    found: list[list[Piece]] = [[] for _ in layout.placement.experts[rank]]
     for source in range(len(layout.counts_WE)):
-        begin = int(layout.first_row_WE[source, column])
-        back = int(layout.sent_row_WE[source, column])
-        for number, first, last in layout.pieces(source, column):
-            flag = -1 if source == rank else chunk(local_expert, number)
-            found.append(Piece(source, flag, begin + first, begin + last, back + first))
+        for expert, rows, sent, begin in layout.segments(source, rank):
+            for number, first, last in pieces(rows):
+                flag = -1 if source == rank else chunk(expert, number)
+                found[expert].append(Piece(source, flag, begin + first, begin + last, sent + first))
     return found
 
 
@@ -110,19 +108,17 @@ class Rows:
         )
 
     def _send_to(self, peer: int, region: Tensor, x: Tensor, scale: Tensor | None) -> None:
-        routed, layout = self._routed, self._routed.layout
-        for local_expert, column in enumerate(layout.placement.columns(peer)):
-            begin = int(layout.sent_row_WE[self.rank, column])
-            target = int(layout.first_row_WE[self.rank, column])
-            for number, first, last in layout.pieces(self.rank, column):
-                sent = slice(begin + first, begin + last)
-                out = region[target + first : target + last]
+        tokens = self._routed.tokens
+        for expert, rows, sent, begin in self._routed.layout.segments(self.rank, peer):
+            for number, first, last in pieces(rows):
+                part = slice(sent + first, sent + last)
+                out = region[begin + first : begin + last]
                 if scale is None:
-                    torch.index_select(x, 0, routed.tokens[sent], out=out)
+                    torch.index_select(x, 0, tokens[part], out=out)
                 else:
-                    torch.mul(x.index_select(0, routed.tokens[sent]), scale[sent], out=out)
+                    torch.mul(x.index_select(0, tokens[part]), scale[part], out=out)
                 if peer != self.rank:
-                    self.call.signal(peer, chunk(local_expert, number))
+                    self.call.signal(peer, chunk(expert, number))
 
     def has(self, piece: Piece) -> bool:
         """Whether ``await_piece`` would return at once."""
@@ -189,17 +185,9 @@ class Returns:
 
 def clear_padding(rows: Tensor, routed: Routed, rank: int) -> None:
     """Zero the rows that belong to no token: each expert's padding, and those behind the last."""
-    layout = routed.layout
-    own = layout.placement.columns(rank)
-    behind = rows.shape[0]
-    for column in own:
-        first = int(layout.first_row_E[column])
-        real, padded = int(layout.counts_E[column]), int(layout.padded_E[column])
-        if padded > real:
-            rows[first + real : first + padded].zero_()
-    used = int(layout.received[rank])
-    if behind > used:
-        rows[used:].zero_()
+    for first, last in routed.layout.padding(rank):
+        rows[first:last].zero_()
+    rows[int(routed.layout.received[rank]) :].zero_()
 
 
 def in_order(rows: Rows, units: list[list[Piece]]) -> Iterator[list[Piece]]:

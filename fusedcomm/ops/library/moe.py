@@ -34,8 +34,9 @@ from fusedcomm.engines.choices import dot_choices
 from fusedcomm.engines.routed import Routed
 from fusedcomm.errors import CapacityError
 from fusedcomm.ops.library.effects import communicates
+from fusedcomm.planning.capacity import drop
 from fusedcomm.planning.moe import Plan, Terms, plan
-from fusedcomm.planning.routing import Layout, columns_of, drop, sort_choices
+from fusedcomm.planning.routing import Layout, columns_of, sort_choices
 
 #: num_experts, owners (ranks, blanks between them, or ""), align, capacity, max_tokens, group,
 #: channel, engine. (A list would have to be answered by a list in every backward pass.)
