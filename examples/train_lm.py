@@ -46,7 +46,7 @@ class Settings:
     steps: int = 200
     batch: int = 8  # sequences a step, of all data ranks together
     sequence: int = 128
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     warmup: int = 20
     text: Path = TEXT
     out: Path = Path("out/train_lm")

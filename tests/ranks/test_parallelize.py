@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def random_ids(*shape: int) -> Tensor:
 # Hugging Face's
 
 
-def check_hugging_face(rank: int, name: str, as_dtensors: bool) -> None:
+def check_hugging_face(rank: int, name: str, as_dtensors: bool, directory: str) -> None:
     """Losses, accumulated gradients, logits and greedy tokens of batches of every length."""
     right = small(name)
     group = mesh() if as_dtensors else None
@@ -109,19 +110,29 @@ def check_hugging_face(rank: int, name: str, as_dtensors: bool) -> None:
         ]
         assert torch.equal(*tokens), f"{name}: {tokens}"
 
+    state = fc.nn.full_state_dict(cut)
+    if rank == 0:
+        cut.save_pretrained(directory, state_dict=state)
+        again = type(right).from_pretrained(directory).state_dict()
+        assert list(again) == list(right.state_dict())
+        assert all(torch.equal(again[key], value) for key, value in right.state_dict().items())
+
 
 @pytest.mark.parametrize("as_dtensors", [True, False], ids=["dtensors", "plain"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", ["llama with biases, tied", "qwen3"])
-def test_hugging_face(pools: Pools, name: str, world_size: int, as_dtensors: bool) -> None:
-    pools(world_size, HF_HUB_OFFLINE="1").run(check_hugging_face, name, as_dtensors, timeout_s=180)
+def test_hugging_face(
+    pools: Pools, tmp_path: Path, name: str, world_size: int, as_dtensors: bool
+) -> None:
+    pools(world_size).run(check_hugging_face, name, as_dtensors, str(tmp_path), timeout_s=180)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_heads_that_do_not_divide(pools: Pools, world_size: int) -> None:
+def test_heads_that_do_not_divide(pools: Pools, tmp_path: Path, world_size: int) -> None:
     """5 groups of heads are 3 and 2, or 2, 2 and 1."""
-    name = "llama of 10 heads in 5 groups"
-    pools(world_size, HF_HUB_OFFLINE="1").run(check_hugging_face, name, False, timeout_s=180)
+    pools(world_size).run(
+        check_hugging_face, "llama of 10 heads in 5 groups", False, str(tmp_path), timeout_s=180
+    )
 
 
 # Activation checkpointing
@@ -146,7 +157,7 @@ def check_checkpointing(rank: int) -> None:
 
 
 def test_activation_checkpointing(pools: Pools) -> None:
-    pools(2, HF_HUB_OFFLINE="1").run(check_checkpointing, timeout_s=120)
+    pools(2).run(check_checkpointing, timeout_s=120)
 
 
 # FSDP2
@@ -192,7 +203,7 @@ def check_fsdp(rank: int, checkpointed: bool) -> None:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_fsdp(pools: Pools, checkpointed: bool) -> None:
-    pools(4, HF_HUB_OFFLINE="1").run(check_fsdp, checkpointed, timeout_s=180)
+    pools(4).run(check_fsdp, checkpointed, timeout_s=180)
 
 
 # A model built by hand
@@ -345,4 +356,4 @@ def test_errors(pools: Pools) -> None:
 
 
 def test_heads_in_dtensors(pools: Pools) -> None:
-    pools(2, HF_HUB_OFFLINE="1").run(check_heads, timeout_s=120)
+    pools(2).run(check_heads, timeout_s=120)

