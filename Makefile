@@ -28,7 +28,7 @@ SETUP := $(VENV)/setup-$(BUILD).stamp
 DEMO := $(VENV)/demo-$(BUILD).stamp
 MODELS := $(VENV)/models-$(BUILD).stamp
 
-.PHONY: setup demo test lint bench gpu-check clean
+.PHONY: setup demo test lint bench bench-collectives gpu-check clean
 .DELETE_ON_ERROR:
 
 setup: $(SETUP)
@@ -49,6 +49,15 @@ bench: $(SETUP)
 
 gpu-check:
 	$(PYTHON) -m fusedcomm.benchmarks._gpu_check $(ARGS)
+
+# Collectives against gloo and, where mpi4py and mpirun are installed, MPI: 2 and 4 ranks, into $(OUT).
+OUT ?= out
+bench-collectives: $(SETUP)
+	mkdir -p $(OUT)
+	for ranks in 2 4; do \
+	    $(BIN)/python -m fusedcomm bench collectives --ranks $$ranks \
+	        --json $(OUT)/collectives-$$ranks.json --plot $(OUT)/collectives-$$ranks.png $(ARGS) || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -6,6 +6,9 @@ two functions, which harness/case.py describes:
 
     cases(options) -> list[Case]                # what is measured; run in every process
     summarise(results, options) -> list[Verdict]  # the last lines of the report
+
+It may have a dtype of its own to be measured with by default, ``DEFAULT_DTYPE``, and a picture of
+its own, ``draw(results, title, path)``.
 """
 
 from __future__ import annotations

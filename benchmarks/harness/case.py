@@ -41,11 +41,17 @@ class Path:
     result in float64 (one tensor or a tuple, in the order of the result's), or None where the path
     does other work than the case's (a bare matrix product); ``bound`` is the largest legal
     ‖result − expected‖ / ‖expected‖ (see :func:`relative_bound`).
+
+    ``setup`` goes before every call and is no part of its time. Where the work is done in another
+    process, ``timed(at_ns)`` has it done at that time of ``time.perf_counter_ns`` and returns its
+    begin and end; ``run`` is then called only once, and not measured.
     """
 
     run: Callable[[], Tensors]
     expected: Tensors | None = None
     bound: float = 0.0
+    setup: Callable[[], object] | None = None
+    timed: Callable[[int], tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,13 +77,15 @@ class Case:
 
     ``prepare`` makes inputs and references, on every rank; its paths' names and order must be
     equal on all ranks. ``baseline`` names the path that the table's ratios refer to. ``labels``
-    let ``summarise`` find the case among the results, and go into the JSON.
+    let ``summarise`` find the case among the results, and go into the JSON. ``seconds`` is how long
+    it is measured at most, where that is less than usual.
     """
 
     name: str
     prepare: Callable[[Ranks], Prepared]
     baseline: str
     labels: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float | None = None
 
 
 @dataclass

@@ -57,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the library's ops (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="of the inputs (default: %(default)s)"
+        "--dtype",
+        choices=DTYPES,
+        help=f"of the inputs (default: the operation's own, mostly {_dtype_name(default.dtype)})",
     )
     parser.add_argument(
         "--shape", choices=SHAPES, default=default.shape, metavar="NAME",
@@ -102,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     options = Options(
         ranks=args.ranks,
         engine=args.engine,
-        dtype=DTYPES[args.dtype],
+        dtype=DTYPES[args.dtype] if args.dtype else _default_dtype(args.op),
         shape=args.shape,
         quick=args.quick,
     )
@@ -162,8 +164,9 @@ def run_benchmark(
         content = _as_json(op, options, description, results, verdicts)
         json_file.write_text(json.dumps(content, indent=1) + "\n")
     if plot_file is not None:
-        from fusedcomm.benchmarks.harness.plot import draw
+        from fusedcomm.benchmarks.harness.plot import draw as draw_bars
 
+        draw = getattr(module, "draw", draw_bars)
         draw(results, f"{op}, {_setting(options)}\n{machines.summary(description)}", plot_file)
     return _report(op, module, options, description, results, verdicts)
 
@@ -257,6 +260,11 @@ def _setting(options: Options) -> str:
     quick = ", quick" if options.quick else ""
     ranks = f"{options.ranks} rank" + "s" * (options.ranks > 1)
     return f"{ranks}, {_dtype_name(options.dtype)}, {options.shape}, engine {options.engine}{quick}"
+
+
+def _default_dtype(op: str) -> torch.dtype:
+    module = importlib.import_module(f"{benchmarks.__name__}.{op}")
+    return getattr(module, "DEFAULT_DTYPE", Options().dtype)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -1,0 +1,1 @@
+"""What the benchmark of collectives is made of."""
