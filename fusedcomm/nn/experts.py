@@ -15,7 +15,7 @@ from fusedcomm.nn.sharded import ShardedModule, local
 from fusedcomm.ops.moe import combine, dispatch, moe_ffn
 
 #: Arguments of ``fusedcomm.moe_ffn`` that pass through the modules.
-LIMITS = ("align", "capacity", "max_tokens", "overflow")
+PASSED = ("align", "capacity", "max_tokens", "overflow", "engine")
 
 
 class Experts(ShardedModule):
@@ -44,11 +44,11 @@ class Experts(ShardedModule):
         layout: "gate_up" or "interleaved".
         transposed: weights are ``[in, out]``, as gpt-oss's are.
         bias: whether both projections have one.
-        limits: ``align``, ``capacity``, ``max_tokens`` and ``overflow`` of
+        passed: ``align``, ``capacity``, ``max_tokens``, ``overflow`` and ``engine`` of
             :func:`fusedcomm.moe_ffn`.
 
     Raises:
-        ValueError: activation, layout or a limit's name is none of these.
+        ValueError: activation, layout or the name of an argument is none of these.
     """
 
     shard_dims = dict.fromkeys(
@@ -77,7 +77,7 @@ class Experts(ShardedModule):
         bias: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        **limits: Any,
+        **passed: Any,
     ) -> None:
         super().__init__(group)
         if not callable(activation) and activation not in ACTIVATIONS:
@@ -87,8 +87,8 @@ class Experts(ShardedModule):
             )
         if layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
-        if unknown := limits.keys() - set(LIMITS):
-            raise ValueError(f"unknown arguments {sorted(unknown)}; limits are {', '.join(LIMITS)}")
+        if unknown := passed.keys() - set(PASSED):
+            raise ValueError(f"unknown arguments {sorted(unknown)}; legal are {', '.join(PASSED)}")
         if gated is None:
             gated = callable(activation) or activation in GATED
         elif not callable(activation) and gated != (activation in GATED):
@@ -100,7 +100,7 @@ class Experts(ShardedModule):
         self.gated = gated
         self.layout = layout
         self.transposed = transposed
-        self.limits = limits
+        self.passed = passed
         self.up_name = "gate_up_proj" if gated else "up_proj"
         names = [self.up_name, "down_proj"]
         if bias:
@@ -168,7 +168,7 @@ class Experts(ShardedModule):
         w13, w2, b13, b2 = self.weights()
         common: dict[str, Any] = {"num_experts": self.num_experts, "group": self.comm}
         if callable(self.activation):
-            routed = dispatch(x, ids, weights, **common, **self.limits)
+            routed = dispatch(x, ids, weights, **common, **self.passed)
             rows = expert_by_expert(routed.x, routed.offs, self._one_expert)
             return combine(rows, routed)
         return moe_ffn(
@@ -183,7 +183,7 @@ class Experts(ShardedModule):
             layout=self.layout,
             transposed=self.transposed,
             **common,
-            **self.limits,
+            **self.passed,
         )
 
     def _one_expert(self, expert: int, rows: Tensor) -> Tensor:

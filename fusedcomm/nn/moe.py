@@ -69,6 +69,17 @@ class SharedExpert(nn.Module):
         return self.down_proj(activation(self.gate_proj(x)) * self.up_proj(x))
 
 
+class _Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
 class MoE(nn.Module):
     """``y = Σ_j weights_j · expert_{ids_j}(x) + shared(x)``, each rank holding some experts.
 
@@ -82,15 +93,15 @@ class MoE(nn.Module):
         num_experts: E, over all ranks, in blocks of ``ceil(E / W)``.
         top_k: how many of them a token goes to.
         group: the ranks; see ``fusedcomm.ops.tensor_parallel``.
-        router: a :class:`Router`, or any module with ``router(x) -> (logits, weights, ids)`` for x
-            ``[T, hidden]``; by default ``Router(hidden, num_experts, top_k)``.
+        router: a :class:`Router`, or any module or function ``router(x) -> (logits, weights, ids)``
+            for x ``[T, hidden]``; by default ``Router(hidden, num_experts, top_k)``.
         activation, layout, transposed, bias: see :class:`fusedcomm.nn.experts.Experts`.
         shared_ffn: features inside of an expert that every token goes through; or a module that
             is one; None for none.
         shared_gate: multiply its output by ``sigmoid(linear(x))``, a number per token (Qwen2-MoE).
         jitter: in training, multiply x by uniform noise from ``1 − jitter`` to ``1 + jitter``
             (Switch Transformer's, Mixtral's).
-        limits: ``align``, ``capacity``, ``max_tokens`` and ``overflow`` of
+        passed: ``align``, ``capacity``, ``max_tokens``, ``overflow`` and ``engine`` of
             :func:`fusedcomm.moe_ffn`.
 
     Raises:
@@ -105,7 +116,7 @@ class MoE(nn.Module):
         top_k: int,
         *,
         group: Any = None,
-        router: nn.Module | None = None,
+        router: nn.Module | Callable[[Tensor], Any] | None = None,
         activation: str | Callable[[Tensor], Tensor] = "swiglu",
         layout: str = "gate_up",
         transposed: bool = False,
@@ -115,7 +126,7 @@ class MoE(nn.Module):
         jitter: float = 0.0,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        **limits: Any,
+        **passed: Any,
     ) -> None:
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -124,6 +135,8 @@ class MoE(nn.Module):
                 raise ValueError(f"{name} is {got}, but the router's is {of_router}")
         if router is None:
             router = Router(hidden, num_experts, top_k, **factory)
+        elif not isinstance(router, nn.Module):
+            router = _Function(router)
         if shared_gate and shared_ffn is None:
             raise ValueError("shared_gate=True, but there is no shared expert: give shared_ffn")
         if isinstance(shared_ffn, int):
@@ -140,7 +153,7 @@ class MoE(nn.Module):
             transposed=transposed,
             bias=bias,
             **factory,
-            **limits,
+            **passed,
         )
         gate = nn.Linear(hidden, 1, bias=False, **factory) if shared_gate else None
         self._adopt(experts, router=router, shared_expert=shared_ffn, shared_gate=gate)
@@ -157,7 +170,7 @@ class MoE(nn.Module):
         self.returns_weights = False
 
     @classmethod
-    def from_hf(cls, block: nn.Module, *, group: Any = None, **limits: Any) -> MoE:
+    def from_hf(cls, block: nn.Module, *, group: Any = None, **passed: Any) -> MoE:
         """The expert-parallel form of a sparse block of a Hugging Face model (transformers ≥ 5).
 
         For blocks made of a router, experts and possibly a shared expert with or without a gate, as
@@ -171,7 +184,7 @@ class MoE(nn.Module):
         Args:
             block: with its weights loaded, whole on every rank; copied from, not changed.
             group: the ranks; each keeps its experts.
-            limits: as for the class.
+            passed: as for the class.
 
         Raises:
             ValueError: the block is put together in another way.
@@ -202,7 +215,7 @@ class MoE(nn.Module):
             bias=style.bias,
             device="meta",
             dtype=weight.dtype,
-            **limits,
+            **passed,
         )
         moe = cls.__new__(cls)
         nn.Module.__init__(moe)
