@@ -102,6 +102,8 @@ class Communicator:
         self._gpu: GpuSide | None = None
         self._thread: int | None = None
         self._barriers = 0
+        #: What calls began and later ones will end.
+        self.aside: dict[int, Any] = {}
         self._closed = False
         self._pid = os.getpid()
         self.inside: Communicator | None = None
@@ -332,6 +334,15 @@ class Communicator:
         except BaseException as error:
             self._watch.fail(error)
             raise
+
+    def put_aside(self, begun: Any) -> int:
+        """Within ``collective``: keep what the call began; a number for ``take_up``."""
+        self.aside[self._watch.number] = begun
+        return self._watch.number
+
+    def take_up(self, number: int) -> Any:
+        """Within a later ``collective``: what the call of this number began."""
+        return self.aside.pop(number)
 
     def take(self, op: str, space: Space) -> Call:
         """Within ``collective``: a slot of a workspace, which is grown if it must be.

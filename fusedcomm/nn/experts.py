@@ -154,23 +154,31 @@ class Experts(ShardedModule):
     def _held(self, name: str) -> Tensor:
         return local(self.get_parameter(name))
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        beside: Callable[[], Tensor] | None = None,
+    ) -> Any:
         """The weighted sum of what each token's experts make of it.
 
         Args:
             x: this rank's tokens ``[T, hidden]``; T may differ from rank to rank.
             ids: integers ``[T, k]``, global expert ids; others mean no expert.
             weights: ``[T, k]``.
+            beside: see :func:`fusedcomm.moe_ffn`.
 
         Returns:
-            ``[T, hidden]``.
+            ``[T, hidden]``; with ``beside``, this and its result.
         """
         w13, w2, b13, b2 = self.weights()
         common: dict[str, Any] = {"num_experts": self.num_experts, "group": self.comm}
         if callable(self.activation):
             routed = dispatch(x, ids, weights, **common, **self.passed)
             rows = expert_by_expert(routed.x, routed.offs, self._one_expert)
-            return combine(rows, routed)
+            y = combine(rows, routed)
+            return y if beside is None else (y, beside())
         return moe_ffn(
             x,
             ids,
@@ -182,6 +190,7 @@ class Experts(ShardedModule):
             activation=self.activation,
             layout=self.layout,
             transposed=self.transposed,
+            beside=beside,
             **common,
             **self.passed,
         )

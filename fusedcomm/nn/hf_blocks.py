@@ -154,8 +154,15 @@ class _Stand(nn.Module):
 
     comm: Any = None
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return x * (weights * (ids + 1)).sum(-1, keepdim=True).to(x.dtype)
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        beside: Callable[[], Tensor] | None = None,
+    ) -> Any:
+        y = x * (weights * (ids + 1)).sum(-1, keepdim=True).to(x.dtype)
+        return y if beside is None else (y, beside())
 
 
 @torch.no_grad()

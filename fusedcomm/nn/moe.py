@@ -257,10 +257,16 @@ class MoE(nn.Module):
         router, shared, gate = map(self._part, ("router", "shared_expert", "shared_gate"))
         call = calls_on_shard(self.experts.comm, (router, shared, gate))
         routing = Routing(*call(router, rows))
-        y = self.experts(rows, routing.ids, routing.weights)
-        if shared is not None:
-            own = call(shared, rows)
-            y = y + (own if gate is None else torch.sigmoid(call(gate, rows)) * own)
+        if shared is None:
+            y = self.experts(rows, routing.ids, routing.weights)
+        else:
+
+            def beside() -> Tensor:
+                own = call(shared, rows)
+                return own if gate is None else torch.sigmoid(call(gate, rows)) * own
+
+            y, own = self.experts(rows, routing.ids, routing.weights, beside)
+            y = y + own
         y = y.reshape(x.shape)
         if return_routing:
             return y, routing

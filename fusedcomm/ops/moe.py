@@ -19,13 +19,14 @@ failed; ``ClosedError`` on a communicator that is unusable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusedcomm.ops.autocast import autocast
 from fusedcomm.ops.checks import check_engine
 from fusedcomm.ops.checks_moe import (
     check_choices,
@@ -213,11 +214,13 @@ def moe_ffn(
     overflow: str = "error",
     placement: Placed = None,
     engine: str = "auto",
-) -> Tensor:
+    beside: Callable[[], Any] | None = None,
+) -> Any:
     """Dispatch, experts and combine at once, overlapped; differentiable in all but the ids.
 
     ``y[t] = Σ_j weights[t, j] · (act(x[t] · w13ᵀ + b13) · w2ᵀ + b2)`` with the weights of expert
-    ``topk_ids[t, j]``. The activation is computed in float32 and rounded once.
+    ``topk_ids[t, j]``. The activation is computed in float32 and rounded once. Under
+    ``torch.autocast`` x, experts and y are in its dtype, as ``F.linear``'s.
 
     Args:
         x, topk_ids, topk_weights, group, align, capacity, max_tokens, overflow, placement, engine:
@@ -230,11 +233,14 @@ def moe_ffn(
         activation: "swiglu", "geglu", "geglu_tanh", "gpt_oss" (clamped) or "relu2".
         layout: "gate_up" (all gate rows of w13 first) or "interleaved" (gate and up in turn).
         transposed: weights are ``[E_local, in, out]``, as gpt-oss has them.
+        beside: called while the rows are on their way (a shared expert, say). It may communicate,
+            but for another mixture of experts it needs another channel.
 
     Returns:
-        y ``[…, hidden]``; zeros for a token of no expert.
+        y ``[…, hidden]``; zeros for a token of no expert. With ``beside``, y and its result.
     """
     check_engine(engine)
+    x, (w13, w2), (b13, b2) = autocast(x, [w13, w2], [b13, b2])
     check_rows("x", x)
     check_choices(x, topk_ids, topk_weights)
     address = address_of(group)
@@ -250,6 +256,10 @@ def moe_ffn(
     *routing, _, _, _, _ = direct(library.moe_route, ids)(ids, overflow, *where)
     rows = x.reshape(-1, x.shape[-1])
     weights = None if topk_weights is None else topk_weights.reshape(ids.shape)
+    sent = result = None
+    if beside is not None:
+        sent = direct(ffn_library.moe_send, rows.detach())(rows.detach(), *routing, *where)
+        result = beside()
     y, *_ = direct(ffn_library.moe_ffn, rows, weights, w13, w2, b13, b2)(
         rows,
         weights,
@@ -264,8 +274,9 @@ def moe_ffn(
         layout,
         transposed,
         *where,
+        sent,
     )
-    return y.reshape(x.shape)
+    return y.reshape(x.shape) if beside is None else (y.reshape(x.shape), result)
 
 
 def _tracked(*tensors: Tensor | None) -> bool:

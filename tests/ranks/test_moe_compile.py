@@ -49,6 +49,11 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> T
     return x + fc.moe_ffn(x, ids, weights, w13, w2, num_experts=E)
 
 
+def layer_beside(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    y, square = fc.moe_ffn(x, ids, weights, w13, w2, num_experts=E, beside=lambda: x * x)
+    return y + square
+
+
 def layer_static(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     return x + fc.moe_ffn(x, ids, weights, w13, w2, num_experts=E, capacity=64, max_tokens=32)
 
@@ -62,7 +67,7 @@ def results(fn: Callable[..., Tensor], count: int) -> list[Tensor]:
 
 
 def compiled(rank: int) -> None:
-    for fn in (static, dynamic, layer, layer_static):
+    for fn in (static, dynamic, layer, layer_static, layer_beside):
         torch._dynamo.reset()
         made: Any = torch.compile(fn, fullgraph=True, backend="aot_eager")
         for count in (8, 5)[: dist.get_world_size()]:
@@ -114,7 +119,7 @@ def operators(rank: int) -> None:
         (
             library.moe_ffn.moe_ffn,
             (x, weights, w13, w2, None, None, *route, True, True, "swiglu", "gate_up", False)
-            + where,
+            + (*where, None),
         ),
     )
     for op, arguments in checked:

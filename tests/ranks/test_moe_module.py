@@ -230,6 +230,28 @@ def check_copies(rank: int) -> None:
         assert copied.experts.comm is moe.experts.comm
 
 
+def check_autocast(rank: int) -> None:
+    """Products in bfloat16, parameters and gradients in float32: as a bfloat16 mixture's."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"shared_ffn": 6, "bias": True}
+    router = Router(HIDDEN, EXPERTS, TOP_K, float32=True)
+    moe = MoE(HIDDEN, FFN, EXPERTS, TOP_K, router=router, **options)
+    low = copy.deepcopy(moe).bfloat16()
+    low.router = copy.deepcopy(router)
+    x = own(inputs()[0], rank).float().bfloat16().float()  # the same for both routers
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = moe(x)
+    right = low(x.bfloat16())
+    assert y.dtype == right.dtype == torch.bfloat16
+    assert torch.equal(y, right)
+    y.float().square().sum().backward()
+    right.float().square().sum().backward()
+    for (name, parameter), other in zip(moe.named_parameters(), low.parameters(), strict=True):
+        assert parameter.grad is not None and other.grad is not None, name
+        assert parameter.grad.dtype == torch.float32
+        assert relative_error(parameter.grad, other.grad) < 0.02, name
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -340,6 +362,10 @@ def test_a_mixture_equals_the_whole(pools: Pools, name: str, world_size: int) ->
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ways_to_train(pools: Pools, world_size: int) -> None:
     pools(world_size).run(check_ways_to_train)
+
+
+def test_autocast(pools: Pools) -> None:
+    pools(2).run(check_autocast)
 
 
 def test_copies(pools: Pools) -> None:

@@ -109,6 +109,18 @@ class _Work:
         self.back(unit, returns)
 
 
+def moe_send(comm: Communicator, plan: Plan, x: Tensor, routed: Routed) -> int:
+    """Begin ``moe_ffn``: write this rank's rows where their experts read them.
+
+    Returns:
+        its number, with which ``moe_ffn`` goes on.
+    """
+    with comm.collective(f"{plan.text}, {table_text(routed.layout)}"):
+        rows = Rows(comm, "moe_ffn", routed, x.shape[1], x.dtype)
+        rows.send(x.contiguous(), None)
+        return comm.put_aside(rows)
+
+
 def moe_ffn(
     comm: Communicator,
     plan: Plan,
@@ -118,12 +130,14 @@ def moe_ffn(
     routed: Routed,
     keep_rows: bool,
     keep_choices: bool,
+    sent: int | None = None,
 ) -> list[Tensor]:
     """``y[t] = Σ_j weights[t, j] · expert_{ids[t, j]}(x[t])``.
 
     Args:
         keep_rows: whether to return what the backward pass needs of the experts' rows.
         keep_choices: whether to return what it needs for the weights.
+        sent: what ``moe_send`` returned, if it was called.
 
     Returns:
         y ``[T, hidden]``; the rows ``[received, hidden]`` and z ``[received, width]``; the finished
@@ -133,8 +147,11 @@ def moe_ffn(
     kept_x = x.new_empty((total, hidden) if keep_rows else (0,))
     kept_z = x.new_empty((total, experts.width) if keep_rows else (0,))
     with comm.collective(f"{plan.text}, {table_text(routed.layout)}"):
-        rows = Rows(comm, "moe_ffn", routed, hidden, x.dtype)
-        rows.send(x.contiguous(), None)
+        if sent is None:
+            rows = Rows(comm, "moe_ffn", routed, hidden, x.dtype)
+            rows.send(x.contiguous(), None)
+        else:
+            rows = comm.take_up(sent)
         returns = Returns(comm, "moe_ffn", routed, hidden, x.dtype)
         work = _Work(comm, routed)
         work.begin(returns)

@@ -47,6 +47,11 @@ def combine(
     return sum_choices(back, routed.slot, weights, keep)
 
 
+def moe_send(comm: Communicator, plan: Plan, x: Tensor, routed: Routed) -> int:
+    """Nothing sets out early here: a collective occupies its caller until it ends."""
+    return -1
+
+
 def moe_ffn(
     comm: Communicator,
     plan: Plan,
@@ -56,6 +61,7 @@ def moe_ffn(
     routed: Routed,
     keep_rows: bool,
     keep_choices: bool,
+    sent: int | None = None,
 ) -> list[Tensor]:
     rank, nothing = comm.rank, x.new_empty(0)
     with comm.collective(f"{plan.text}, {table_text(routed.layout)}"):

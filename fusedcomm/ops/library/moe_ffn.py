@@ -38,11 +38,12 @@ def moe_ffn(
     group: str,
     channel: str,
     engine: str,
+    sent: Tensor | None,
 ) -> list[Tensor]:
     """y ``[T, hidden]``, and what the backward pass needs, where it is kept.
 
     That is: the rows ``[received, hidden]``, z ``[received, width]``, and the finished rows by
-    token and choice ``[T, k, hidden]``.
+    token and choice ``[T, k, hidden]``. ``sent`` is what ``moe_send`` returned, if it was called.
     """
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
     style = Style(activation, layout, transposed)
@@ -56,7 +57,35 @@ def moe_ffn(
         run.routed(table, order, slot),
         keep_rows,
         keep_choices,
+        None if sent is None else int(sent),
     )
+
+
+@communicates
+@torch.library.custom_op("fusedcomm::moe_send", mutates_args=())
+def moe_send(
+    x: Tensor,
+    table: Tensor,
+    order: Tensor,
+    slot: Tensor,
+    num_experts: int,
+    owners: str,
+    align: int,
+    capacity: int | None,
+    max_tokens: int | None,
+    group: str,
+    channel: str,
+    engine: str,
+) -> Tensor:
+    """Begin a ``moe_ffn``: its rows set out. Returns what ends it, int64 ``[]`` in CPU memory."""
+    where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
+    run = _decide("moe_send", x, slot.shape[1], f"{x.dtype} [{x.shape[1]}]", where)
+    return torch.tensor(run.engine.moe_send(run.comm, run.plan, x, run.routed(table, order, slot)))
+
+
+@moe_send.register_fake
+def _(x, *rest):
+    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _text(x: Tensor, weights: Tensor | None, style: Style) -> str:
@@ -82,7 +111,7 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     x, weights, w13, w2, b13, b2, *routing = inputs[:9]
-    ctx.style, ctx.where = inputs[11:14], inputs[14:]
+    ctx.style, ctx.where = inputs[11:14], inputs[14:22]
     ctx.present = [tensor is not None for tensor in (weights, b13, b2)]
     ctx.set_materialize_grads(False)
     optional = [tensor for tensor in (weights, b13, b2) if tensor is not None]
@@ -92,7 +121,7 @@ def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple:
     dy = grads[0]
     if dy is None:
-        return (None,) * 22
+        return (None,) * 23
     w13, w2, table, order, slot, rows, z, kept, *optional = ctx.saved_tensors
     present = iter(optional)
     weights, b13, b2 = (next(present) if there else None for there in ctx.present)
@@ -109,7 +138,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple:
         )  # fmt: skip
         found = [grad if needed else None for grad, needed in zip(made, wanted, strict=True)]
     dx, *d_experts = found
-    return (dx, d_weights, *d_experts, *[None] * 16)
+    return (dx, d_weights, *d_experts, *[None] * 17)
 
 
 moe_ffn.register_autograd(_backward, setup_context=_setup)
