@@ -63,7 +63,8 @@ class CudaSegment:
     @property
     def multicast(self) -> int | None:
         """Address through which a switch writes to all ranks at once, if it can."""
-        return int(self._allocation.handle.multicast_ptr) or None
+        handle = self._allocation.handle
+        return None if handle is None else int(handle.multicast_ptr) or None
 
     @property
     def words(self) -> memoryview:
@@ -116,17 +117,23 @@ def allocate(
     _postponed.clear()
     size = max(1, -(-size // _TAIL)) * _TAIL
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if world_size == 1:
+        with torch.inference_mode(False):
+            alone = torch.zeros(size, dtype=torch.uint8, device=device)
+            _fill(alone, first_words, first_value)
+        return [CudaSegment(alone, size, Allocation(alone, None))]
     tag = torch.frombuffer(bytearray(_digest(label, size)), dtype=torch.uint8)
     try:
         with torch.inference_mode(False), torch.cuda.device(device):
             own = symmetric.empty(size + _TAIL, dtype=torch.uint8, device=device)
             own.zero_()
-            if first_words:
-                own[:size].view(torch.int32)[torch.tensor(first_words, device=device)] = first_value
+            _fill(own[:size], first_words, first_value)
             own[size : size + len(tag)] = tag.to(device)
             # Peers write as soon as they have mapped it, which the next call lets them do.
             torch.cuda.synchronize(device)
             handle = symmetric.rendezvous(own, group)
+            if handle is None:
+                raise RuntimeError("torch does not take it for symmetric memory")
             buffers = [
                 own if peer == rank else handle.get_buffer(peer, (size + _TAIL,), torch.uint8)
                 for peer in range(world_size)
@@ -150,6 +157,11 @@ def allocate(
             )
     allocation = Allocation(own, handle)
     return [CudaSegment(buffer[:size], size, allocation) for buffer in buffers]
+
+
+def _fill(memory: torch.Tensor, words: Sequence[int], value: int) -> None:
+    if words:
+        memory.view(torch.int32)[torch.tensor(words, device=memory.device)] = value
 
 
 def _digest(label: str, size: int) -> bytes:

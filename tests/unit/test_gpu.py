@@ -129,7 +129,7 @@ def test_what_is_reserved_is_what_the_kernels_take() -> None:
             taken = planning.exchange_space(40, 100, 4, 4, shots, tiles)
             assert space.region_bytes >= taken.region_bytes and space.chunks >= taken.chunks
     with pytest.raises(ValueError, match="on cuda"):
-        spaces("all_to_all", (4, 4), 2, torch.float32, False, GPU)
+        spaces("dispatch", (4, 4), 2, torch.float32, False, GPU)
 
 
 def test_stages_fit_into_shared_memory() -> None:

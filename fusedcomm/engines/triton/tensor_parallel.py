@@ -111,6 +111,10 @@ def linear_reduce_scatter(
     with launches(comm, op, space, text, y.device) as launch:
         make = produce_and_copy if plan.copies else produce
         cut = make(launch, plan, xs, weights, init, bounds, wire)
+        if plan.copies:
+            # Not behind the reduction: should a copy need a multiprocessor, it must not have to get
+            # one beside a kernel that waits for the other ranks' copies.
+            launch.join()
         rows, columns = min(cut["piece_rows"], 32), 128
         launch.run(
             scatter_kernels.reduce_kernel,
@@ -130,8 +134,6 @@ def linear_reduce_scatter(
             **launch.flags,
             **launch.waits,
         )
-        if plan.copies:
-            launch.join()
     return y
 
 
