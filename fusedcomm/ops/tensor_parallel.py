@@ -82,7 +82,7 @@ def all_gather_linear(
         weights,
         present,
         size,
-        rest.numel(),
+        extent(rest),
         biased,
         keep,
         address.group,
@@ -133,7 +133,7 @@ def linear_reduce_scatter(
         bias,
         wire_dtype,
         x.shape[dim],
-        rest.numel(),
+        extent(rest),
         address.group,
         address.channel,
         engine,
@@ -230,8 +230,16 @@ def _present(biases: list[Tensor | None]) -> tuple[list[Tensor], int]:
     return [bias for bias in biases if bias is not None], biased
 
 
+def extent(shape: torch.Size) -> int:
+    """``shape.numel()``, which would make a constant of it when ``torch.export`` traces."""
+    product = 1
+    for size in shape:
+        product = product * size
+    return product
+
+
 def _flat(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.reshape(extent(x.shape[:-1]), x.shape[-1])
 
 
 def _to_rows(x: Tensor, dim: int) -> tuple[Tensor, torch.Size]:
