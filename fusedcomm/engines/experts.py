@@ -62,6 +62,10 @@ class Experts(NamedTuple):
         return self.w2.shape[1 if self.style.transposed else 2]
 
     @property
+    def hidden(self) -> int:
+        return self.w2.shape[2 if self.style.transposed else 1]
+
+    @property
     def width(self) -> int:
         """Features of z: 2 ffn, or ffn without a gate."""
         return self.w13.shape[2 if self.style.transposed else 1]

@@ -167,15 +167,16 @@ def _replay(x: Tensor, plan: Dispatched, *others: Any) -> Dispatched:
     return replace(plan, x=sent, anchor=anchor)
 
 
-def combine(h: Tensor, d: Dispatched) -> Tensor:
+def combine(h: Tensor, d: Dispatched, *, save_rows: bool = True) -> Tensor:
     """Bring the experts' rows back and add them up; differentiable in h and ``d.weights``.
 
     ``y[t] = Σ_j weights[t, j] · h's row of (t, j)``, in float32, in order of choice, rounded once.
-    The weights' gradient needs the rows, which are kept for it: ``T * k`` of them.
 
     Args:
         h: ``[R, hidden]`` in the order of ``d.x``, any hidden size; padding rows are not read.
         d: what :func:`dispatch` returned, on this channel.
+        save_rows: keep the rows that came back, ``T * k`` of them, for the weights' gradient. Else
+            they are sent once more in the backward pass. The same on every rank.
 
     Returns:
         y ``[…, hidden]`` in h's dtype; zeros for a token of no expert.
@@ -188,7 +189,7 @@ def combine(h: Tensor, d: Dispatched) -> Tensor:
             f"h must be [{d.x.shape[0]}, hidden], a row for each of d.x; got {list(h.shape)}"
         )
     weights = None if d.weights is None else d.weights.reshape(d.routing.slot.shape)
-    keep = _tracked(weights)
+    keep = save_rows and _tracked(weights)
     op = direct(library.moe_combine, h, weights, d.anchor)
     y, _ = op(h, weights, d.anchor, *d.routing, keep, *d.where)
     return y.reshape(*d.lead, h.shape[1])
@@ -213,6 +214,7 @@ def moe_ffn(
     max_tokens: int | None = None,
     overflow: str = "error",
     placement: Placed = None,
+    save_rows: bool = True,
     engine: str = "auto",
     beside: Callable[[], Any] | None = None,
 ) -> Any:
@@ -233,6 +235,7 @@ def moe_ffn(
         activation: "swiglu", "geglu", "geglu_tanh", "gpt_oss" (clamped) or "relu2".
         layout: "gate_up" (all gate rows of w13 first) or "interleaved" (gate and up in turn).
         transposed: weights are ``[E_local, in, out]``, as gpt-oss has them.
+        save_rows: as in :func:`combine`; the down-projection is then done once more as well.
         beside: called while the rows are on their way (a shared expert, say). It may communicate,
             but for another mixture of experts it needs another channel.
 
@@ -268,8 +271,8 @@ def moe_ffn(
         b13,
         b2,
         *routing,
-        _tracked(rows, w13, w2, b13, b2),
-        _tracked(weights),
+        _tracked(rows, w13, w2, b13, b2, None if save_rows else weights),
+        save_rows and _tracked(weights),
         activation,
         layout,
         transposed,

@@ -228,6 +228,7 @@ def call(case: Case, problem: Problem, rank: int, world_size: int, group: Any = 
             own = own.transpose(1, 2)
         inputs[name] = leaf(own)
     options: dict[str, Any] = {"group": group, "engine": case.engine, **case.options}
+    save_rows = options.pop("save_rows", True)
     if case.owners:
         options["placement"] = case.owners
     x, weights = inputs["x"], inputs.get("weights")
@@ -237,12 +238,12 @@ def call(case: Case, problem: Problem, rank: int, world_size: int, group: Any = 
             x, ids, weights, inputs["w13"], inputs["w2"],
             b13=inputs.get("b13"), b2=inputs.get("b2"), num_experts=case.experts,
             activation=case.activation, layout=case.layout, transposed=case.transposed,
-            **options,
+            save_rows=save_rows, **options,
         )  # fmt: skip
     else:
         d = fc.dispatch(x, ids, weights, case.experts, **options)
         check_handle(case, problem, d, rank, world_size)
-        y = fc.combine(by_hand(case, d, inputs), d)
+        y = fc.combine(by_hand(case, d, inputs), d, save_rows=save_rows)
     y.backward(problem.dys[rank].to(case.dtype))
     if case.transposed:
         for name in ("w13", "w2"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedcomm.engines.host import moe_ffn
@@ -52,6 +52,7 @@ def owner_of(expert: int, world_size: int, experts: int, owners: tuple[int, ...]
     return owners[expert] if owners else expert // -(-experts // world_size)
 
 
+@settings(deadline=None)
 @given(routings())
 def test_rows_are_sorted_by_expert_source_token(given_: tuple) -> None:
     world_size, experts, owners, align, ids = given_
@@ -85,6 +86,7 @@ def test_rows_are_sorted_by_expert_source_token(given_: tuple) -> None:
         assert (order[slot[valid]] == np.flatnonzero(valid)).all()
 
 
+@settings(deadline=None)
 @given(routings(), st.integers(0, 12))
 def test_the_last_choices_find_no_room(given_: tuple, room: int) -> None:
     world_size, experts, owners, align, ids = given_
@@ -111,6 +113,7 @@ def test_the_last_choices_find_no_room(given_: tuple, room: int) -> None:
         assert (found == right[source]).all()
 
 
+@settings(deadline=None)
 @given(st.integers(0, 3 * MAX_PIECES * PIECE_ROWS))
 def test_pieces_cover_a_segment_and_have_flags_of_their_own(rows: int) -> None:
     placement = place(2, 1)

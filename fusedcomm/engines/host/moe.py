@@ -11,14 +11,27 @@ import numpy as np
 import torch
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.host.moe_ffn import moe_ffn, moe_ffn_backward, moe_send
+from fusedcomm.engines.host.moe_ffn import (
+    moe_ffn,
+    moe_ffn_backward,
+    moe_ffn_choices,
+    moe_send,
+)
 from fusedcomm.engines.host.rows import Returns, Rows, arriving, clear_padding
 from fusedcomm.engines.routed import Routed
 from fusedcomm.planning.moe import Plan, counts_space, table_text
 from fusedcomm.schedule import successors
 from fusedcomm.trace import span
 
-__all__ = ["combine", "dispatch", "exchange_counts", "moe_ffn", "moe_ffn_backward", "moe_send"]
+__all__ = [
+    "combine",
+    "dispatch",
+    "exchange_counts",
+    "moe_ffn",
+    "moe_ffn_backward",
+    "moe_ffn_choices",
+    "moe_send",
+]
 
 Tensor = torch.Tensor
 

@@ -222,3 +222,26 @@ def moe_ffn_backward(
         if need_x:
             dx, _ = returns.sum(None, False)
     return [dx, *grads]
+
+
+def moe_ffn_choices(
+    comm: Communicator, plan: Plan, z: Tensor, experts: Experts, routed: Routed
+) -> Tensor:
+    """The finished rows by token and choice ``[T, k, hidden]``, made from z once more."""
+    hidden = experts.hidden
+    with comm.collective(f"{plan.text}, {table_text(routed.layout)}"):
+        returns = Returns(comm, "moe_ffn_backward", routed, hidden, z.dtype)
+        work = _Work(comm, routed)
+        work.begin(returns)
+        scratch_a = z.new_empty(work.longest, experts.ffn)
+        scratch_h = z.new_empty(work.longest, hidden)
+        for unit in work.units:
+            first, last = unit[0].first, unit[-1].last
+            expert, count = work.expert_of[first], last - first
+            with span("gemm", f"expert {expert}, rows {first}:{last} again", rank=comm.rank):
+                activate(z[first:last], experts.style, scratch_a[:count])
+                bias = None if experts.b2 is None else experts.b2[expert]
+                factor = experts.down(expert)
+                work.deliver(unit, returns, scratch_a[:count], factor, bias, scratch_h)
+        _, kept = returns.sum(None, True)
+    return kept

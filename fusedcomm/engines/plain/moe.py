@@ -110,6 +110,20 @@ def moe_ffn_backward(
     return [dx, *grads]
 
 
+def moe_ffn_choices(
+    comm: Communicator, plan: Plan, z: Tensor, experts: Experts, routed: Routed
+) -> Tensor:
+    h = z.new_zeros(z.shape[0], experts.hidden)
+    with span("gemm", "experts again", rank=comm.rank):
+        for expert, part in _blocks(routed, comm.rank):
+            a = z.new_empty(part.stop - part.start, experts.ffn)
+            activate(z[part], experts.style, a)
+            experts.project_down(expert, a, h[part])
+    with comm.collective(f"{plan.text}, {table_text(routed.layout)}"):
+        back = _back(comm, "moe_ffn_backward", h, routed)
+    return sum_choices(back, routed.slot, None, True)[1]
+
+
 def _there(comm: Communicator, op: str, x: Tensor, scale: Tensor | None, routed: Routed) -> Tensor:
     """This rank's rows, in their order, padding zeroed."""
     sent = x.index_select(0, routed.tokens)

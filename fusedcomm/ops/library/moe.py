@@ -8,7 +8,7 @@ other's gradient, and nothing is counted again:
 op           gradient of its rows           gradient of the weights
 ============ ============================== =======================================
 moe_dispatch dx = combine(d rows)
-moe_combine  dh = dispatch(dy, weighted)    ⟨dy[t], row of (t, j)⟩, from the kept rows
+moe_combine  dh = dispatch(dy, weighted)    ⟨dy[t], row of (t, j)⟩, of rows kept or sent again
 moe_ffn      both, with the experts between the same
 ============ ============================== =======================================
 
@@ -266,9 +266,12 @@ def _combine_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> No
     h, weights, anchor, *routing = inputs[:6]
     ctx.rows, ctx.where = h.shape[0], inputs[7:]
     ctx.anchored = None if anchor is None else anchor.dtype
-    ctx.weighted = weights is not None
+    ctx.kept = bool(inputs[6])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*routing, *([weights, output[1]] if ctx.weighted else []))
+    weighted = [] if weights is None else [weights]
+    if ctx.needs_input_grad[1]:
+        weighted.append(output[1] if ctx.kept else h)
+    ctx.save_for_backward(*routing, *weighted)
 
 
 def _combine_backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple:
@@ -282,8 +285,11 @@ def _combine_backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple:
             dh = moe_dispatch_weighted(dy, weighted[0], *routing, *ctx.where)
         else:
             dh, _ = moe_dispatch(dy, table, order, slot, *ctx.where)
-    if dy is not None and weighted and ctx.needs_input_grad[1]:
-        d_weights = moe_weight_grad(weighted[1], slot, dy, weighted[0].dtype)
+    if dy is not None and ctx.needs_input_grad[1]:
+        weights, rows = weighted
+        if not ctx.kept:
+            _, rows = moe_combine(rows, None, None, table, order, slot, True, *ctx.where)
+        d_weights = moe_weight_grad(rows, slot, dy, weights.dtype)
     return (dh if ctx.needs_input_grad[0] else None, d_weights, d_anchor, *[None] * 12)
 
 

@@ -111,7 +111,7 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     x, weights, w13, w2, b13, b2, *routing = inputs[:9]
-    ctx.style, ctx.where = inputs[11:14], inputs[14:22]
+    ctx.kept, ctx.style, ctx.where = bool(inputs[10]), inputs[11:14], inputs[14:22]
     ctx.present = [tensor is not None for tensor in (weights, b13, b2)]
     ctx.set_materialize_grads(False)
     optional = [tensor for tensor in (weights, b13, b2) if tensor is not None]
@@ -128,6 +128,8 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple:
     needs = list(ctx.needs_input_grad[:6])
     d_weights = None
     if needs[1] and weights is not None:
+        if not ctx.kept:
+            kept = moe_ffn_choices(z, w13, w2, b13, b2, table, order, slot, *ctx.style, *ctx.where)
         d_weights = moe_weight_grad(kept, slot, dy, weights.dtype)
     found: list[Tensor | None] = [None] * 5
     wanted = [needs[0], *needs[2:]]
@@ -200,3 +202,43 @@ def _(dy, weights, w13, w2, b13, b2, table, order, slot, rows, z, needs, *rest):
         dy.new_empty(tensor.shape if needed and tensor is not None else (0,))
         for tensor, needed in zip(like, needs, strict=True)
     ]
+
+
+@communicates
+@torch.library.custom_op("fusedcomm::moe_ffn_choices", mutates_args=())
+def moe_ffn_choices(
+    z: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    table: Tensor,
+    order: Tensor,
+    slot: Tensor,
+    activation: str,
+    layout: str,
+    transposed: bool,
+    num_experts: int,
+    owners: str,
+    align: int,
+    capacity: int | None,
+    max_tokens: int | None,
+    group: str,
+    channel: str,
+    engine: str,
+) -> Tensor:
+    """The finished rows by token and choice ``[T, k, hidden]``, made from z once more."""
+    where: Where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
+    style = Style(activation, layout, transposed)
+    what = f"choices of {_text(z, None, style)}"
+    run = _decide("moe_ffn_backward", z, slot.shape[1], what, where)
+    experts = Experts(w13, w2, b13, b2, style)
+    return run.engine.moe_ffn_choices(
+        run.comm, run.plan, z, experts, run.routed(table, order, slot)
+    )
+
+
+@moe_ffn_choices.register_fake
+def _(z, w13, w2, b13, b2, table, order, slot, activation, layout, transposed, *where):
+    (tokens, k), hidden = slot.shape, w2.shape[2 if transposed else 1]
+    return z.new_empty(tokens, k, hidden)
