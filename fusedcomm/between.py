@@ -10,7 +10,9 @@ messages of different calls, or end the process.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +26,8 @@ from fusedcomm.rendezvous import Place
 
 #: Bytes in which a call is described to the other domains, as on a board.
 _DESCRIPTION = 512
+#: Seconds between two looks for an alarm, by a rank that waits.
+_LOOK_S = 0.5
 
 
 class Between:
@@ -33,16 +37,24 @@ class Between:
         domain: which domain this rank is in; its rank in the group.
         domains: how many there are.
         bytes_sent: of data that this rank has sent to other domains since it was made.
+        usable: False once it was given up, after an error.
     """
 
-    def __init__(self, place: Place, timeout_s: float) -> None:
+    def __init__(self, place: Place, alarm_key: str, timeout_s: float) -> None:
         """Connect; collective over the domains.
+
+        Args:
+            place: this rank's, among its counterparts.
+            alarm_key: where in the store any rank of the group says that it has given up.
 
         Raises:
             PeerLostError: a rank did not come within ``timeout_s``, or died.
         """
         self.domain, self.domains = place.rank, place.world_size
         self.bytes_sent = 0
+        self.usable = True
+        self._all_know = False
+        self._store, self._alarm_key, self._next_look = place.store, alarm_key, 0.0
         store = dist.PrefixStore(place.key, place.store)
         try:
             self._backend: Any = dist.ProcessGroupGloo(
@@ -71,6 +83,7 @@ class Between:
         ]
         for domain, theirs in enumerate(texts):
             if theirs != texts[self.domain]:
+                self._all_know = True
                 raise MismatchError(
                     f"domains disagree: domain {self.domain} is in [{texts[self.domain]}], domain "
                     f"{domain} in [{theirs}]. Every rank of a group must issue the same calls, "
@@ -102,6 +115,33 @@ class Between:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         return self._backend.broadcast([tensor], options)
+
+    def give_up(self, reason: str) -> None:
+        """After an error here: have the waits of all domains end; see ``alarm``.
+
+        Not where all counterparts have seen the same error: some may be about to.
+        """
+        if self.usable:
+            self.usable = False
+            if not self._all_know:
+                with suppress(dist.DistError):  # of a store that is gone: all will find out
+                    self._store.set(self._alarm_key, reason)
+
+    def alarm(self, at_once: bool = False) -> str | None:
+        """Why a rank of any domain has given up, if one has.
+
+        The store is asked now and then only, unless ``at_once``.
+        """
+        now = time.monotonic()
+        if now < self._next_look and not at_once:
+            return None
+        self._next_look = now + _LOOK_S
+        try:
+            if self._store.check([self._alarm_key]):
+                return self._store.get(self._alarm_key).decode()
+        except dist.DistError as error:
+            return f"the group's store, held by a rank, is gone: {error}"
+        return None
 
     def barrier(self) -> Work:
         """Begin a barrier of this rank's counterparts."""

@@ -49,9 +49,12 @@ _cache: dict[_Key, Communicator] = {}
 _closed: set[_Key] = set()
 _making: defaultdict[_Key, threading.Lock] = defaultdict(threading.Lock)
 _lock = threading.Lock()
-#: Torch groups between domains, by key and domains, and the group that they belong to. They outlive
-#: their communicators, as the groups that users make do.
-_betweens: dict[tuple[_Key, tuple[tuple[int, ...], ...]], tuple[dist.ProcessGroup, Between]] = {}
+#: Torch groups between domains, by key and domains: the group that they belong to, how many were
+#: made before, after errors, and the present one. They outlive their communicators, as the groups
+#: that users make do.
+_betweens: dict[
+    tuple[_Key, tuple[tuple[int, ...], ...]], tuple[dist.ProcessGroup, int, Between]
+] = {}
 
 
 class Communicator:
@@ -129,18 +132,29 @@ class Communicator:
         inside = Communicator(
             self.group, self.channel, timeout_s, self.topology.restricted(own), part
         )
+        try:
+            self.between = self._between(place, local, timeout_s)
+        except BaseException as error:
+            inside._watch.fail(error)
+            inside.close()
+            raise
+        self.inside = inside
+        inside._watch.alarm = self.between.alarm
+
+    def _between(self, place: Place, local: int, timeout_s: float) -> Between:
+        """The torch group of this rank's counterparts: the one that there is, if it works."""
+        domains = self.topology.domains
         key = ((self.group.group_name, self.channel), domains)
-        known = _betweens.get(key)
-        if known is None or known[0] is not self.group:
-            across = place.part([ranks[local] for ranks in domains], f"place {local} of {domains}")
-            try:
-                known = self.group, Between(across, timeout_s)
-            except BaseException as error:
-                inside._watch.fail(error)
-                inside.close()
-                raise
-            _betweens[key] = known
-        self.inside, self.between = inside, known[1]
+        known, before = _betweens.get(key), 0
+        if known is not None and known[0] is self.group:
+            if known[2].usable and known[2].alarm(at_once=True) is None:
+                return known[2]
+            before = known[1] + 1
+        name = f"place {local} of {domains}, number {before}"
+        across = place.part([ranks[local] for ranks in domains], name)
+        made = Between(across, f"{place.key}/alarm of {domains}, number {before}", timeout_s)
+        _betweens[key] = self.group, before, made
+        return made
 
     @classmethod
     def of(
@@ -332,7 +346,7 @@ class Communicator:
                 self._pairs = Pairs(self._watch, self.first_epoch)
             yield self._pairs
         except BaseException as error:
-            self._watch.fail(error)
+            self._fail(error)
             raise
 
     def put_aside(self, begun: Any) -> int:
@@ -343,6 +357,13 @@ class Communicator:
     def take_up(self, number: int) -> Any:
         """Within a later ``collective``: what the call of this number began."""
         return self.aside.pop(number)
+
+    def _fail(self, error: BaseException) -> None:
+        """Make this communicator unusable, and have the waits of all other ranks end."""
+        self._watch.fail(error)
+        if self.inside is not None and self.between is not None:
+            self.inside._watch.fail(error)
+            self.between.give_up(self._watch.reason)
 
     def take(self, op: str, space: Space) -> Call:
         """Within ``collective``: a slot of a workspace, which is grown if it must be.
@@ -529,8 +550,9 @@ class Communicator:
         if self._closed or self._pid != os.getpid():
             return
         self._blocks[self.rank].set_state(board.ABORTED, f"rank {self.rank} aborted: {reason}")
-        if self.inside is not None:
+        if self.inside is not None and self.between is not None:
             self.inside.abort(reason)
+            self.between.give_up(f"rank {self.rank} aborted: {reason}")
 
     def close(self) -> None:
         """Give everything back; idempotent, not collective. Ranks that still wait get an error.
@@ -639,7 +661,7 @@ class _Announced:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            self._comm._watch.fail(error)
+            self._comm._fail(error)
 
 
 def _private_block() -> ControlBlock:

@@ -91,6 +91,8 @@ class Watch:
         self.timeout_s = timeout_s
         self.fence = make_fence()
         self.links = links
+        #: What says that ranks outside of this watch have given up, and why; asked in each look.
+        self.alarm: Callable[[], str | None] = lambda: None
         self.number = 0
         #: Tells the communicators of one group apart.
         self.channel = ""
@@ -285,6 +287,9 @@ class Watch:
             state = block.state
             if state > board.CLOSED:
                 raise failure(block)
+        reason = self.alarm()
+        if reason is not None:
+            raise AbortedError(reason)
         if gone is not None:
             raise PeerLostError(f"rank {self.rank} waits for {awaited} of {whom}, but {gone}")
         if peer is not None and kind:

@@ -284,9 +284,10 @@ def stages(rank: int, numbers: list[int], count: int, group: Any, how: str, dp: 
     return made
 
 
-def split_backward(rank: int, how: str) -> None:
-    """Each rank has two stages of four, and is the only replica of them."""
+def split_backward(rank: int, how: str, wrapped: int) -> None:
+    """Each rank has two stages of four, and is the only replica of them; one uses DDP."""
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    how = how if rank == wrapped else "none"
     made = stages(rank, [rank, rank + 2], 4, dist.group.WORLD, how, alone)
     schedule = ScheduleInterleavedZeroBubble(
         made, n_microbatches=4, loss_fn=lambda y, target: (y - target).square().mean()
@@ -298,12 +299,17 @@ def split_backward(rank: int, how: str) -> None:
         schedule.step(target=target)
 
 
-@pytest.mark.parametrize("how", ["average_in_backward", "hook"])
-def test_a_schedule_that_splits_the_backward_pass_is_refused(pools: Pools, how: str) -> None:
+@pytest.mark.parametrize(
+    # Of stages behind the first, DDP does not even call the hook.
+    ("how", "wrapped"), [("average_in_backward", 0), ("average_in_backward", 1), ("hook", 0)]
+)  # fmt: skip
+def test_a_schedule_that_splits_the_backward_pass_is_refused(
+    pools: Pools, how: str, wrapped: int
+) -> None:
     with pytest.raises(RankError, match="splits the backward pass") as caught:
-        pools(2).run(split_backward, how)
+        pools(2).run(split_backward, how, wrapped)
     assert "average_gradients(module)" in str(caught.value)
-    pools(2).run(split_backward, "none")  # without DDP the schedule is welcome
+    pools(2).run(split_backward, "none", 0)  # without DDP the schedule is welcome
 
 
 def whole_backward(rank: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -160,8 +162,6 @@ def die_in_a_call(rank: int, victim: int) -> str:
     comm = fc.Communicator.of(timeout_s=20)
     comm.barrier()
     if rank == victim:
-        import os
-
         os._exit(7)
     try:
         for _ in range(3):
@@ -179,6 +179,41 @@ def test_a_rank_that_dies_is_noticed_in_every_domain(pools: Pools, victim: int) 
         if outcome.rank != victim:
             assert outcome.fate == "returned", outcome
             assert outcome.value in ("PeerLostError", "AbortedError"), outcome
+
+
+def abort_and_go_on(rank: int, aborts: bool) -> tuple[str, float]:
+    """One rank fails outside of calls: waits end in both domains, and all recover."""
+    x, weight = torch.ones(4, 6), torch.ones(5, 6)
+    comm = fc.Communicator.of(channel="recover", timeout_s=60)
+    fc.linear_all_reduce(x, weight, group=comm)
+    start = time.monotonic()
+    if rank == 0:
+        if aborts:
+            comm.abort("as the test wants it")
+        else:
+            comm.close()
+        said = ""
+    else:
+        with pytest.raises(fc.FusedcommError) as caught:
+            for _ in range(3):
+                fc.linear_all_reduce(x, weight, group=comm)
+        said = type(caught.value).__name__
+    seconds = time.monotonic() - start
+    comm.close()
+    dist.barrier()
+    for _ in range(2):
+        with fc.Communicator.of(channel="recover", timeout_s=20) as comm:
+            y = fc.linear_all_reduce(x, weight, group=comm)
+            assert bool((y == 24).all())
+            comm.barrier()
+    return said, seconds
+
+
+@pytest.mark.parametrize("aborts", [True, False], ids=["abort", "close"])
+def test_every_domain_learns_of_an_error_and_recovers(pools: Pools, aborts: bool) -> None:
+    for said, seconds in pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(abort_and_go_on, aborts)[1:]:
+        assert said in ("AbortedError", "PeerLostError")
+        assert seconds < 30
 
 
 def test_plain_still_serves_several_domains(pools: Pools) -> None:
