@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedcomm.communicator import Communicator
 from fusedcomm.ops.autocast import autocast
 from fusedcomm.ops.checks import check_engine
 from fusedcomm.ops.checks_moe import (
@@ -237,7 +238,8 @@ def moe_ffn(
         transposed: weights are ``[E_local, in, out]``, as gpt-oss has them.
         save_rows: as in :func:`combine`; the down-projection is then done once more as well.
         beside: called while the rows are on their way (a shared expert, say). It may communicate,
-            but for another mixture of experts it needs another channel.
+            but for another mixture of experts it needs another channel. If it raises, the other
+            ranks' calls do, too, and the communicator is unusable.
 
     Returns:
         y ``[…, hidden]``; zeros for a token of no expert. With ``beside``, y and its result.
@@ -262,7 +264,7 @@ def moe_ffn(
     sent = result = None
     if beside is not None:
         sent = direct(ffn_library.moe_send, rows.detach())(rows.detach(), *routing, *where)
-        result = beside()
+        result = _called(beside, address)
     y, *_ = direct(ffn_library.moe_ffn, rows, weights, w13, w2, b13, b2)(
         rows,
         weights,
@@ -280,6 +282,16 @@ def moe_ffn(
         sent,
     )
     return y.reshape(x.shape) if beside is None else (y.reshape(x.shape), result)
+
+
+def _called(beside: Callable[[], Any], address: Address) -> Any:
+    """Its result; where it raises, the peers await rows that will never come, and are told."""
+    try:
+        return beside()
+    except BaseException as error:
+        comm = Communicator.named(address.group, address.channel)
+        comm.abort(f"what moe_ffn called beside itself raised {error!r}")
+        raise
 
 
 def _tracked(*tensors: Tensor | None) -> bool:

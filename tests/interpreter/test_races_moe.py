@@ -37,6 +37,19 @@ def ffn(rank: int, world_size: int, tokens: int) -> None:
     ids = torch.randint(-1, EXPERTS, (tokens, 2))
     weights = torch.rand(tokens, 2, requires_grad=True)
     fc.moe_ffn(x, ids, weights, w13, w2, num_experts=EXPERTS).sum().backward()
+    # In two parts, with another call's between them.
+    inner = fc.Communicator.of(channel="inner")
+    options = {"num_experts": EXPERTS}
+    y, other = fc.moe_ffn(
+        x,
+        ids,
+        weights,
+        w13,
+        w2,
+        **options,
+        beside=lambda: fc.moe_ffn(x, ids, None, w13, w2, group=inner, **options),
+    )
+    (y + other).sum().backward()
 
 
 def replays(rank: int, world_size: int, tokens: int) -> None:

@@ -80,8 +80,25 @@ def check_another_inside(rank: int) -> None:
     plain = fc.moe_ffn(**call, group=comm)
     y, inner = fc.moe_ffn(**call, group=comm, beside=lambda: fc.moe_ffn(**call))
     assert torch.equal(y, plain) and torch.equal(inner, plain)
-    with pytest.raises(ValueError, match="use another channel"):
+    with pytest.raises(ValueError, match="must use another channel"):
         fc.moe_ffn(**call, group=comm, beside=lambda: fc.moe_ffn(**call, group=comm))
+    comm.close()
+
+
+def check_error(rank: int) -> None:
+    """One rank's beside raises: the other's call ends, too, with the reason."""
+    comm = fc.Communicator.of(channel="failing")
+    call = arguments(rank, comm.world_size)
+
+    def beside() -> None:
+        if rank == 0:
+            raise KeyError("shared weights")
+
+    expected = (KeyError, "shared") if rank == 0 else (fc.AbortedError, "raised KeyError")
+    with pytest.raises(expected[0], match=expected[1]):
+        fc.moe_ffn(**call, group=comm, beside=beside)
+    with pytest.raises(fc.FusedcommError):
+        fc.moe_ffn(**call, group=comm)
     comm.close()
 
 
@@ -115,3 +132,7 @@ def test_the_engine_without_overlap(pools: Pools) -> None:
 
 def test_another_mixture_inside(pools: Pools) -> None:
     pools(2).run(check_another_inside)
+
+
+def test_an_error_ends_every_ranks_call(pools: Pools) -> None:
+    pools(2).run(check_error, timeout_s=20)

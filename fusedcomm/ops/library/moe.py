@@ -65,8 +65,8 @@ def _decide(op: str, like: Tensor, top_k: int, what: str, where: Where) -> _Run:
     comm = Communicator.named(group, channel)
     if comm.aside and op != "moe_ffn":
         raise ValueError(
-            f"{op} on a channel where a moe_ffn is under way: inside its beside, use another "
-            "channel (and if beside raised an error, close this communicator)"
+            f"{op} on a channel where a moe_ffn is under way: what runs beside it must use another "
+            "channel"
         )
     terms = Terms(num_experts, top_k, _ranks(owners), align, capacity, max_tokens)
     chosen = plan(comm, op, terms, device=like.device, dtype=like.dtype, what=what, engine=engine)
