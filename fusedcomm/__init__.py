@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fusedcomm import errors, nn, parallel
+from fusedcomm import errors, nn, parallel, topology
 from fusedcomm.communicator import Communicator
 from fusedcomm.errors import (
     AbortedError,
@@ -86,6 +86,7 @@ __all__ = [
     "reduce_scatter",
     "replicated_linear",
     "send",
+    "topology",
     "trace",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",

@@ -139,6 +139,12 @@ def test_peer_access_counts_only_when_the_words_arrive() -> None:
     assert gpus.check_writes(1) == []
 
 
+def test_what_runs_how_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert named(engines.examine(), "GPU ranks that reach each other").value == "triton"
+
+
 def test_what_runs_how_is_what_the_planner_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = engines.examine()

@@ -27,8 +27,11 @@ def examine() -> list[Finding]:
         _answer("CPU ranks that share nothing", apart, cpu),
     ]
     if torch.cuda.is_available():
-        on_gpu: Any = SimpleNamespace(shares_memory=True, inside=None, device=gpu)
-        found.append(_answer("GPU ranks of one domain", on_gpu, gpu))
+        able = SimpleNamespace(domain=SimpleNamespace(obstacle=None))
+        on_gpu: Any = SimpleNamespace(
+            shares_memory=True, inside=None, device=gpu, gpu=lambda device: able
+        )
+        found.append(_answer("GPU ranks that reach each other", on_gpu, gpu))
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     found.append(
         Finding(
