@@ -28,6 +28,7 @@ from fusedcomm.pairs import Pairs
 from fusedcomm.planning import spaces
 from fusedcomm.protocol import Call, Space, Workspace
 from fusedcomm.rendezvous import Place, meet
+from fusedcomm.schedule import successors
 from fusedcomm.symmetric.exchange import allocate
 from fusedcomm.symmetric.links import Links
 from fusedcomm.symmetric.shm import Segment
@@ -96,6 +97,8 @@ class Communicator:
         self.first_epoch = 0
         self.check = False
         self._declared: Topology | None = None
+        #: The other ranks, the next one first.
+        self.successors = successors(self.rank, self.world_size)
         #: What ``planning`` has decided before, by its arguments.
         self.plans: dict[Any, Any] = {}
         self._workspaces: dict[str, Workspace] = {}

@@ -31,6 +31,7 @@ from fusedcomm.engines.host.exchanging import (
     Piece,
     Resident,
     arrivals,
+    columns,
     copy,
     cut,
     exchange,
@@ -44,7 +45,6 @@ from fusedcomm.engines.host.running import Execution, pieces_of, stages
 from fusedcomm.planning import collectives as planning
 from fusedcomm.planning.collectives import Plan, space
 from fusedcomm.protocol import SLOTS, Call
-from fusedcomm.schedule import successors
 from fusedcomm.trace import span
 
 Bounds = list[tuple[int, int]]
@@ -99,7 +99,7 @@ def _begun(
 def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: Bounds) -> None:
     """``out[:, bounds[r]] = x of rank r``."""
     rank, dtype = comm.rank, x.dtype
-    own = out[:, slice(*bounds[rank])]
+    own = columns(out, bounds[rank])
     resident = comm.find_symmetric(x)
     with comm.collective(plan.text + place(resident)):
         if comm.world_size == 1:
@@ -108,11 +108,11 @@ def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: B
 
         def offer(call: Call, piece: Piece) -> None:
             part = piece.of(x)
-            copy(call.write(rank, 0, tuple(part.shape), dtype), part, rank, "copy in of", rank)
+            copy(call.write(rank, 0, tuple(part.shape), dtype), part, rank, "of", rank)
 
         def take(call: Call, piece: Piece) -> None:
             for source in arrivals(comm, call):
-                part = piece.of(out[:, slice(*bounds[source])])
+                part = piece.of(columns(out, bounds[source]))
                 if source == rank:
                     theirs = piece.of(x)
                 elif resident is None:
@@ -142,16 +142,16 @@ def reduce_scatter(
         region = pieces[0].elements * dtype.itemsize
 
         def offer(call: Call, piece: Piece) -> None:
-            offer_parts(call, piece, [x[:, slice(*b)] for b in bounds], region)
+            offer_parts(call, piece, [columns(x, b) for b in bounds], region)
 
         def part_of(call: Call, piece: Piece, source: int, shape: tuple[int, ...]) -> Tensor:
             if source == rank:
-                return piece.of(x[:, slice(*bounds[rank])])
+                return piece.of(columns(x, bounds[rank]))
             if resident is None:
                 return call.read(source, rank * region, shape, dtype)
             tensor, base = resident
             theirs = call.read_symmetric(tensor, source, base, tuple(x.shape), dtype)
-            return piece.of(theirs[:, slice(*bounds[rank])])
+            return piece.of(columns(theirs, bounds[rank]))
 
         def take(call: Call, piece: Piece) -> None:
             for _ in arrivals(comm, call):
@@ -187,13 +187,15 @@ def all_to_all(
             out.copy_(x)
             return
         if send_counts is None or recv_counts is None:
-            counts = [[x.shape[0] // world_size] * world_size] * world_size
+            share = x.shape[0] // world_size
+            counts, widest = [[share] * world_size] * world_size, share
         else:
             counts = exchange_counts(comm, send_counts, recv_counts)
+            pairs = ((a, b) for a in range(world_size) for b in range(world_size) if a != b)
+            widest = max(counts[a][b] for a, b in pairs)
         everyone = range(world_size)
         sent = parts_of(x, [counts[rank][to] * inner for to in everyone])
         received = parts_of(out, [counts[source][rank] * inner for source in everyone])
-        widest = max(counts[a][b] for a in everyone for b in everyone if a != b)
         pieces = cut(1, widest * inner, dtype, world_size, resident)
         region = pieces[0].elements * dtype.itemsize
 
@@ -221,7 +223,7 @@ def all_to_all(
 def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) -> None:
     """``out = x of src``; both flat. What x holds elsewhere does not matter."""
     rank, dtype = comm.rank, x.dtype
-    peers = successors(rank, comm.world_size)
+    peers = comm.successors
     with comm.collective(plan.text):
         if rank == src and out.data_ptr() != x.data_ptr():
             out.copy_(x)
@@ -233,7 +235,7 @@ def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) 
             if rank == src:
                 for peer in peers:
                     call.await_reader(peer)
-                copy(call.write(rank, 0, shape, dtype), x[start:stop], rank, "copy in of", rank)
+                copy(call.write(rank, 0, shape, dtype), x[start:stop], rank, "of", rank)
                 for peer in peers:
                     call.signal(peer)
             else:

@@ -32,31 +32,41 @@ def combine(parts: Sequence[Tensor], targets: Sequence[Tensor], op: str, divisor
         op: "sum", "avg", "max" or "min".
         divisor: by which a sum is divided before it is rounded.
     """
-    if targets[0].dim() > 1 and targets[0].shape[0] == 1:  # blocks are cut along rows
-        parts, targets = [part[0] for part in parts], [target[0] for target in targets]
-    first, *others = targets
-    if not first.numel():
+    first = targets[0]
+    size = first.numel()
+    if not size:
+        return
+    if len(parts) == 1 and len(targets) == 1:
+        first.copy_(parts[0])
         return
     function = _FUNCTIONS[op]
     halves = first.dtype in _HALVES
-    if len(parts) == 2 and not others and (divisor == 1 or not halves):
+    if len(parts) == 2 and len(targets) == 1 and (divisor == 1 or not halves):
         # One pass as it is; half types are added in float32 and rounded once by torch itself.
         function(*parts, out=first)
         if divisor > 1:
             first.div_(divisor)
         return
     wide = torch.float32 if halves and op in ("sum", "avg") else first.dtype
+    if size * wide.itemsize > BLOCK_BYTES and first.shape[0] == 1 and first.dim() > 1:
+        # Blocks are cut along rows.
+        parts, targets = [part[0] for part in parts], [target[0] for target in targets]
+        first = targets[0]
     rows = first.shape[0]
-    step = max(1, BLOCK_BYTES // (first.numel() // rows * wide.itemsize))
+    step = max(1, BLOCK_BYTES // (size // rows * wide.itemsize))
     scratch = None
     if len(parts) > 2 or wide != first.dtype:
         scratch = torch.empty((min(step, rows), *first.shape[1:]), dtype=wide)
     for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        target = first[start:stop]
-        _reduce_block([part[start:stop] for part in parts], target, scratch, function, divisor)
+        if step < rows:
+            stop = min(start + step, rows)
+            block = [part[start:stop] for part in parts]
+            target, *others = (target[start:stop] for target in targets)
+        else:
+            block, (target, *others) = list(parts), targets
+        _reduce_block(block, target, scratch, function, divisor)
         for other in others:
-            other[start:stop].copy_(target)
+            other.copy_(target)
 
 
 def _reduce_block(

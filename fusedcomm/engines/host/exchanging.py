@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,6 @@ from fusedcomm.engines.counts import check_counts
 from fusedcomm.planning import collectives as planning
 from fusedcomm.planning.collectives import space
 from fusedcomm.protocol import Call
-from fusedcomm.schedule import successors
 from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.trace import is_open, span
 
@@ -40,26 +39,35 @@ class Piece(NamedTuple):
 
     def of(self, part: Tensor) -> Tensor:
         """The piece of a part ``[rows, columns]``."""
+        rows, columns = part.shape
+        if self.right >= columns and self.bottom >= rows and not self.left and not self.top:
+            return part
         return part[self.top : self.bottom, self.left : self.right]
 
 
+def columns(x: Tensor, bounds: tuple[int, int]) -> Tensor:
+    """Columns of a matrix; less work than a slice."""
+    start, stop = bounds
+    return x.narrow(1, start, stop - start)
+
+
 def cut(
-    rows: int, columns: int, dtype: torch.dtype, parts: int, resident: Resident | None
+    rows: int, width: int, dtype: torch.dtype, parts: int, resident: Resident | None
 ) -> list[Piece]:
     """Cut the widest part so that ``parts`` of them fit into a slot; whole where all lies in place.
 
     At least one piece, which may be empty; the first one is the largest.
     """
     fitting = max(1, planning.SLOT_BYTES // dtype.itemsize // parts)
-    if resident is not None or rows * columns <= fitting:
-        return [Piece(0, rows, 0, columns)]
-    if columns <= fitting:
-        step = fitting // columns
-        return [Piece(top, min(top + step, rows), 0, columns) for top in range(0, rows, step)]
+    if resident is not None or rows * width <= fitting:
+        return [Piece(0, rows, 0, width)]
+    if width <= fitting:
+        step = fitting // width
+        return [Piece(top, min(top + step, rows), 0, width) for top in range(0, rows, step)]
     return [
-        Piece(row, row + 1, left, min(left + fitting, columns))
+        Piece(row, row + 1, left, min(left + fitting, width))
         for row in range(rows)
-        for left in range(0, columns, fitting)
+        for left in range(0, width, fitting)
     ]
 
 
@@ -79,7 +87,7 @@ def exchange(
         offer: copies in what peers read of a piece; not called where it is resident.
         take: reads what they offered, when it has ``arrivals``.
     """
-    peers = successors(comm.rank, comm.world_size)
+    peers = comm.successors
     need = space(0 if resident is not None else nbytes)
 
     def finish(call: Call, piece: Piece) -> None:
@@ -110,41 +118,46 @@ def arrivals(comm: Communicator, call: Call) -> Iterator[int]:
     """This rank, then every peer when what it offers is there."""
     rank = comm.rank
     yield rank
-    for source in successors(rank, comm.world_size):
+    for source in comm.successors:
         wait_for(call, source)
         yield source
 
 
-def wait_for(call: Call, source: int) -> None:
+def wait_for(call: Call, source: int, message: int = 0) -> None:
     """Wait for what a peer offers; seen in traces."""
     if not is_open():  # naming a span costs as much as a flag that is up
-        call.wait(source)
+        call.wait(source, message)
         return
-    with span("wait", f"wait for rank {source}", rank=call.rank, awaits=call.flag(source, 0)):
-        call.wait(source)
+    flag = call.flag(source, message)
+    with span("wait", f"wait for rank {source}", rank=call.rank, awaits=flag):
+        call.wait(source, message)
 
 
 def copy(target: Tensor, source: Tensor, rank: int, what: str, peer: int) -> None:
-    """``target = source``; seen in traces."""
+    """``target = source``; seen in traces as "copy ``what`` rank ``peer``"."""
     if not is_open():
         target.copy_(source)
         return
-    with span("copy", f"{what} rank {peer}", rank=rank):
+    with span("copy", f"copy {what} rank {peer}", rank=rank):
         target.copy_(source)
 
 
-def offer_parts(call: Call, piece: Piece, parts: Sequence[Tensor], region: int) -> None:
+def offer_parts(call: Call, piece: Piece, parts: Iterable[Tensor], region: int) -> None:
     """Copy each peer's part into this rank's slot, ``region`` bytes apart."""
     for peer, part in enumerate(parts):
         if peer != call.rank:
             chosen = piece.of(part)
             target = call.write(call.rank, peer * region, tuple(chosen.shape), part.dtype)
-            copy(target, chosen, call.rank, "copy in for", peer)
+            copy(target, chosen, call.rank, "for", peer)
 
 
 def parts_of(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Consecutive parts of a contiguous tensor, each ``[1, size]``."""
-    return [part.unsqueeze(0) for part in x.reshape(-1).split(list(sizes))]
+    flat, start, parts = x.view(1, x.numel()), 0, []
+    for size in sizes:
+        parts.append(flat.narrow(1, start, size))
+        start += size
+    return parts
 
 
 def exchange_counts(
@@ -156,7 +169,7 @@ def exchange_counts(
         MismatchError: another rank sends not what this one expects.
     """
     rank, world_size = comm.rank, comm.world_size
-    peers = successors(rank, world_size)
+    peers = comm.successors
     shape = (world_size,)
     call = comm.take("all_to_all", space(8 * world_size))
     for peer in peers:

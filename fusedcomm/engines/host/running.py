@@ -15,14 +15,36 @@ from torch import Tensor
 
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines.host.combining import combine
+from fusedcomm.engines.host.exchanging import copy, wait_for
 from fusedcomm.planning.collectives import space
 from fusedcomm.programs import all_reduce_programs
 from fusedcomm.programs.all_reduce import Domains
-from fusedcomm.programs.steps import Program, Receive, Send, messages_per_pair
+from fusedcomm.programs.steps import Send, messages_per_pair
 from fusedcomm.protocol import Call
-from fusedcomm.schedule import successors
 from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.trace import is_open, span
+
+
+class _Give(NamedTuple):
+    """A ``Send``: whether the range is copied in first, and the signal."""
+
+    peer: int
+    message: int
+    start: int
+    stop: int
+    copies: bool
+
+
+class _Take(NamedTuple):
+    """A ``Receive``: what is waited for, then (source, message, fresh) of each part in order."""
+
+    awaited: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[int, int, bool], ...]
+    start: int
+    stop: int
+    kept: bool
+    final: bool
+    complete: bool
 
 
 class Stages(NamedTuple):
@@ -34,7 +56,7 @@ class Stages(NamedTuple):
         messages: the most that one rank sends to another.
     """
 
-    steps: list[Program]
+    steps: list[list[_Give | _Take]]
     messages: int
 
 
@@ -42,14 +64,23 @@ class Stages(NamedTuple):
 def stages(algorithm: str, size: int, n: int, rank: int, domains: Domains | None) -> Stages:
     """The stages of ``rank``; the arguments are those of ``all_reduce_programs``."""
     programs = all_reduce_programs(algorithm, size, n, domains)
-    steps: list[Program] = [[]]
+    steps: list[list[_Give | _Take]] = [[]]
+    copied: set[tuple[int, int]] = set()  # one copy serves all who are sent a range
     for step in programs[rank]:
-        if isinstance(step, Send) and step.fresh and len(steps) == 1:
-            steps[0].append(step)
+        if isinstance(step, Send):
+            place = (step.start, step.stop)
+            copies = step.fresh and place not in copied
+            copied.add(place)
+            if len(steps) == 1 and not step.fresh:
+                steps.append([])
+            steps[-1].append(_Give(step.peer, step.message, *place, copies))
             continue
-        if len(steps) == 1 or (isinstance(step, Receive) and isinstance(steps[-1][-1], Send)):
+        parts = tuple(zip(step.sources, step.messages, step.fresh, strict=True))
+        awaited = tuple((source, message) for source, message, _ in parts if source != rank)
+        if len(steps) == 1 or isinstance(steps[-1][-1], _Give):
             steps.append([])
-        steps[-1].append(step)
+        place = (step.start, step.stop)
+        steps[-1].append(_Take(awaited, parts, *place, step.kept, step.final, step.complete))
     return Stages(steps, messages_per_pair(programs))
 
 
@@ -79,17 +110,16 @@ class Execution:
             resident: the symmetric tensor in which every rank's x lies, and the offset in bytes.
         """
         self.rank = comm.rank
-        self.peers = successors(comm.rank, comm.world_size)
+        self.peers = comm.successors
         self.stages = program.steps
         self._x, self._out = x, out
         self._size = x.shape[0]
         self._dtype = x.dtype
+        self._bytes = x.dtype.itemsize
         self._reduction = reduction
         self._divisor = comm.world_size if reduction == "avg" else 1
         self._resident = resident
-        self._copied: set[tuple[int, int]] = set()
-        nbytes = self._size * self._dtype.itemsize
-        self._call: Call = comm.take(op, space(nbytes, program.messages))
+        self._call: Call = comm.take(op, space(self._size * self._bytes, program.messages))
 
     def run(self, stage: int) -> None:
         """Run a stage; the result is there when the last one is done."""
@@ -97,10 +127,10 @@ class Execution:
             for peer in self.peers:
                 self._call.await_reader(peer)
         for step in self.stages[stage]:
-            if isinstance(step, Send):
-                self._send(step)
+            if isinstance(step, _Give):
+                self._give(step)
             else:
-                self._receive(step)
+                self._take(step)
         if stage == len(self.stages) - 1:
             for peer in self.peers:
                 self._call.consumed(peer)
@@ -110,61 +140,50 @@ class Execution:
         for peer in self.peers:
             self._call.await_done(peer)
 
-    def _send(self, step: Send) -> None:
-        if step.fresh and self._resident is None and (step.start, step.stop) not in self._copied:
-            self._copied.add((step.start, step.stop))
-            with span("copy", "copy in", rank=self.rank):
-                self._own(step, step.message).copy_(self._range(self._x, step))
+    def _give(self, step: _Give) -> None:
+        if step.copies and self._resident is None:
+            target = self._own(step.start, step.stop, step.message)
+            copy(target, self._range(self._x, step.start, step.stop), self.rank, "for", step.peer)
         self._call.signal(step.peer, step.message)
 
-    def _receive(self, step: Receive) -> None:
-        for source, message in zip(step.sources, step.messages, strict=True):
-            if source != self.rank:
-                self._wait(source, message)
-        if step.start == step.stop:
+    def _take(self, step: _Take) -> None:
+        for source, message in step.awaited:
+            wait_for(self._call, source, message)
+        start, stop = step.start, step.stop
+        if start == stop:
             return
-        parts = [
-            self._part(step, source, message, fresh)
-            for source, message, fresh in zip(step.sources, step.messages, step.fresh, strict=True)
-        ]
+        parts = [self._part(start, stop, *part) for part in step.parts]
         targets = []
         if step.kept:
-            targets.append(self._own(step, max(step.messages)))
+            targets.append(self._own(start, stop, step.awaited[-1][1] if step.awaited else 0))
         if step.final:
-            targets.append(self._range(self._out, step))
+            targets.append(self._range(self._out, start, stop))
         divisor = self._divisor if step.complete else 1
+        if not is_open():
+            combine(parts, targets, self._reduction, divisor)
+            return
         kind = "reduce" if len(parts) > 1 else "copy"
-        with span(kind, "a range", rank=self.rank, start=step.start, stop=step.stop):
+        with span(kind, f"elements {start}:{stop}", rank=self.rank):
             combine(parts, targets, self._reduction, divisor)
 
-    def _wait(self, source: int, message: int) -> None:
-        if not is_open():
-            self._call.wait(source, message)
-            return
-        flag = self._call.flag(source, message, self.rank)
-        with span("wait", f"wait for rank {source}", rank=self.rank, awaits=flag):
-            self._call.wait(source, message)
-
-    def _part(self, step: Receive, source: int, message: int, fresh: bool) -> Tensor:
-        """What a source has in the step's range."""
+    def _part(self, start: int, stop: int, source: int, message: int, fresh: bool) -> Tensor:
+        """What a source has in a range."""
         if source == self.rank and fresh:
-            return self._range(self._x, step)
-        offset, shape = step.start * self._dtype.itemsize, (step.stop - step.start,)
+            return self._range(self._x, start, stop)
+        offset, shape = start * self._bytes, (stop - start,)
         if fresh and self._resident is not None:
             tensor, base = self._resident
             place = (source, base + offset, shape, self._dtype, message)
             return self._call.read_symmetric(tensor, *place)
         return self._call.read(source, offset, shape, self._dtype, message)
 
-    def _own(self, step: Send | Receive, message: int) -> Tensor:
-        """The step's range of this rank's slot, to be written."""
-        offset, shape = step.start * self._dtype.itemsize, (step.stop - step.start,)
-        return self._call.write(self.rank, offset, shape, self._dtype, message)
+    def _own(self, start: int, stop: int, message: int) -> Tensor:
+        """A range of this rank's slot, to be written."""
+        shape = (stop - start,)
+        return self._call.write(self.rank, start * self._bytes, shape, self._dtype, message)
 
-    def _range(self, vector: Tensor, step: Send | Receive) -> Tensor:
-        if step.stop - step.start == self._size:
-            return vector
-        return vector[step.start : step.stop]
+    def _range(self, vector: Tensor, start: int, stop: int) -> Tensor:
+        return vector if stop - start == self._size else vector.narrow(0, start, stop - start)
 
 
 def pieces_of(size: int, dtype: torch.dtype, slot_bytes: int) -> list[tuple[int, int]]:
