@@ -304,7 +304,12 @@ class Communicator:
         return None
 
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
+        """Wait on the host until every rank has called this.
+
+        It does not wait for a GPU; but a wait there that has run out by now is raised here.
+        """
+        if self._gpu is not None:
+            self._gpu.raise_recorded()
         with self.collective("barrier"):
             if self.inside is not None and self.between is not None:
                 # Whoever leaves the second has seen every domain leave the first.

@@ -28,7 +28,7 @@ _MOST_LOOKS = 2**30
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_growth(space: Space) -> None:

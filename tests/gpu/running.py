@@ -64,7 +64,7 @@ def run(
 
     Args:
         checks: importable functions, by name; run in this order.
-        devices: how many GPUs the ranks are dealt to.
+        devices: how many GPUs the ranks are dealt to; with 0, they are CPU ranks.
         timeout_s: for all of them together; those that are not reached fail.
         on_result: told of every result as it comes.
     """
@@ -100,7 +100,8 @@ def run(
 
 def _work(rank: int, emit: Emit, checks: Mapping[str, Check], devices: int) -> None:
     """One rank: every check, its end agreed upon by all."""
-    torch.cuda.set_device(rank % devices)
+    if devices:
+        torch.cuda.set_device(rank % devices)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     world_size = dist.get_world_size()
@@ -111,7 +112,8 @@ def _work(rank: int, emit: Emit, checks: Mapping[str, Check], devices: int) -> N
         mine = ""
         try:
             check(rank, world_size)
-            torch.cuda.synchronize()
+            if devices:
+                torch.cuda.synchronize()
         except Exception as error:  # told to all ranks below
             mine = f"rank {rank}: {error!r}\n{traceback.format_exc()}"
             for comm in fc.Communicator.live():
