@@ -25,11 +25,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .signals import FLAG_WORDS, READY, count_in, memory, signal, wait_at_least, words
+from .signals import FLAG_WORDS, PLACES, READY, count_in, memory, signal, wait_at_least, words
 from .tiles import accumulate, block_of, first_tile, segment_rows, tile_position
 
 
-@triton.jit(do_not_specialize=["rank", "rows", "epoch_word", "ready_word", "data_offset"])
+@triton.jit(do_not_specialize=PLACES)
 def push_kernel(
     x,
     bases,
@@ -87,7 +87,7 @@ def segment_data(x, bases, rank, source, piece, piece_rows, K, data_offset, regi
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16) + start
 
 
-@triton.jit(do_not_specialize=["rank", "epoch_word", "ready_word", "data_offset", "total_rows"])
+@triton.jit(do_not_specialize=PLACES)
 def consume_kernel(
     x,
     bases,
@@ -154,7 +154,7 @@ def consume_kernel(
         done += tiles
 
 
-@triton.jit(do_not_specialize=["rank", "epoch_word", "ready_word", "data_offset", "total_rows"])
+@triton.jit(do_not_specialize=PLACES)
 def weight_grad_kernel(
     x,
     bases,

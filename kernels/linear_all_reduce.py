@@ -30,7 +30,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .signals import FLAG_WORDS, READY, memory, signal, wait_at_least, words
+from .signals import FLAG_WORDS, PLACES, READY, memory, signal, wait_at_least, words
 from .tiles import accumulate, block_of, tile_position
 
 
@@ -75,7 +75,7 @@ def add_parts(
     return total_MN, ok
 
 
-@triton.jit(do_not_specialize=["rank", "epoch_word", "ready_word", "data_offset", "M"])
+@triton.jit(do_not_specialize=PLACES)
 def one_shot_kernel(
     x0,
     weight0,
@@ -146,7 +146,7 @@ def one_shot_kernel(
         tl.store(y + place_MN, total_MN.to(y.dtype.element_ty), mask=mask_MN & ok)
 
 
-@triton.jit(do_not_specialize=["rank", "epoch_word", "ready_word", "data_offset", "M"])
+@triton.jit(do_not_specialize=PLACES)
 def two_shot_kernel(
     x0,
     weight0,

@@ -23,11 +23,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .signals import FLAG_WORDS, READY, count_in, memory, signal, wait_at_least, words
+from .signals import FLAG_WORDS, PLACES, READY, count_in, memory, signal, wait_at_least, words
 from .tiles import accumulate, block_of, first_tile, segment_rows, tile_position
 
 
-@triton.jit(do_not_specialize=["rank", "epoch_word", "ready_word", "data_offset", "total_rows"])
+@triton.jit(do_not_specialize=PLACES)
 def produce_kernel(
     x0,
     weight0,
@@ -111,7 +111,7 @@ def produce_kernel(
                 signal(words(bases, owner) + flag, epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "epoch_word", "ready_word", "data_offset", "rows"])
+@triton.jit(do_not_specialize=PLACES)
 def reduce_kernel(
     bases,
     bias,

@@ -37,6 +37,12 @@ import triton.language as tl
 
 #: int32 words between two flags (128 bytes).
 FLAG_WORDS = tl.constexpr(32)
+#: Arguments that say where things are, and how many: no kernel is compiled anew for their values.
+#: (Triton would, for 1 and for multiples of 16: so for many a number of tokens.)
+PLACES = [
+    *("rank", "world_size", "epoch_word", "ready_word", "chunks", "data_offset"),
+    *("shard_rows", "piece_rows", "pieces", "total_rows", "rows", "M"),
+]
 #: What a record's ``kind`` says was awaited.
 CONSUMED, READY, FAILED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 #: int32 words of a record.
@@ -135,7 +141,7 @@ def count_in(counter, total):
     return last
 
 
-_BOUNDS = ["rank", "epoch_word", "consumed_word", "failed_word", "op"]
+_BOUNDS = ["rank", "world_size", "epoch_word", "consumed_word", "failed_word", "op"]
 
 
 @triton.jit(do_not_specialize=_BOUNDS)

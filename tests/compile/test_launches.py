@@ -49,6 +49,10 @@ def _calls(
             note("scatter")
             torch.autograd.grad(y, [x, weight], y.detach())
             note("scatter, backward")
+            more = torch.ones(2 * rows + 81, k, **like)
+            fc.all_gather_linear(more, weight, bias, **options)
+            fc.linear_reduce_scatter(more, weight, bias, **options)
+            note("other tokens")
             if not copies:
                 fc.linear_all_reduce(x.detach(), weight.detach(), bias.detach(), **options)
                 note("reduce")
@@ -88,6 +92,8 @@ def test_launches(pools, world_size, chip, sizes):
     assert _launched(found["scatter"]) == scatter
     both = ["begin", *push, "consume_kernel", "weight_grad_kernel", "end"]
     assert _launched(found["scatter, backward"]) == both
+    if sizes[0] > 128:  # else more rows take larger tiles
+        assert "load" not in {event[0] for event in found["other tokens"]}
     for name in ("reduce", "reduce, large"):
         begin, kernel, end = _launched(found[name])
         assert (begin, end) == ("begin", "end") and kernel in cooperative
