@@ -258,7 +258,7 @@ class MoE(nn.Module):
         call = calls_on_shard(self.experts.comm, (router, shared, gate))
         routing = Routing(*call(router, rows))
         if shared is None:
-            y = self.experts(rows, routing.ids, routing.weights)
+            y = self.experts(rows, routing.ids, routing.weights).reshape(x.shape)
         else:
 
             def beside() -> Tensor:
@@ -266,8 +266,7 @@ class MoE(nn.Module):
                 return own if gate is None else torch.sigmoid(call(gate, rows)) * own
 
             y, own = self.experts(rows, routing.ids, routing.weights, beside)
-            y = y + own
-        y = y.reshape(x.shape)
+            y = y.reshape(x.shape) + own.reshape(x.shape)
         if return_routing:
             return y, routing
         return (y, routing.weights) if self.returns_weights else y

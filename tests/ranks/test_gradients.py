@@ -5,6 +5,8 @@ A model in which tokens are cut, replicated and cut again is compared with its u
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -194,26 +196,56 @@ def test_autograd_grad(pools: Pools) -> None:
     pools(2).run(check_grad_of)
 
 
+def summed(rank: int, module: nn.Module) -> bool:
+    """Whether the gradient of a norm in a module is the sum over ranks: it is equal on all then."""
+    norm = module.get_submodule("norm")
+    assert isinstance(norm, nn.LayerNorm)
+    norm.weight.grad = None
+    x = torch.arange(12.0).view(3, 4) ** 2 + rank
+    (norm(x) * (rank + 1)).sum(0).backward(torch.ones(4))
+    own = norm(x).detach().sum(0) - 3 * norm.bias.detach()
+    expected = own * sum(range(1, dist.get_world_size() + 1))
+    assert norm.weight.grad is not None
+    return torch.allclose(norm.weight.grad, expected)
+
+
 def check_hooks(rank: int) -> None:
     """Removed hooks sum no more; parallel layers and frozen parameters get none."""
     torch.manual_seed(0)
     norm = nn.LayerNorm(4)
     norm.bias.requires_grad_(False)
     module = nn.ModuleDict({"norm": norm, "linear": RowParallelLinear(4, 4)})
-    handles = sync_replicated(module, fc.Communicator.of())
-    assert len(handles) == 1
-    x = torch.full((3, 4), float(rank + 1))
-    for round in range(2):
-        norm.weight.grad = None
-        (norm(x + torch.arange(4.0)) * (rank + 1)).sum(0).backward(torch.ones(4))
-        sums = norm.weight.grad
-        assert sums is not None
-        everyone = [torch.zeros_like(sums) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, sums.contiguous())
-        equal = all(torch.equal(sums, theirs) for theirs in everyone)
-        assert equal == (round == 0), f"round {round}: {everyone}"
-        for handle in handles:
-            handle.remove()
+    summing = sync_replicated(module, fc.Communicator.of())
+    for name, parameter in module.named_parameters():
+        assert bool(parameter._backward_hooks) == (name == "norm.weight"), name
+    assert summed(rank, module)
+    summing.remove()
+    assert not summed(rank, module)
+
+
+def check_other_parameters(rank: int) -> None:
+    """Copies sum, once each, and so do parameters that took others' place or were unfrozen."""
+    module = nn.ModuleDict({"norm": nn.LayerNorm(4)})
+    module["again"] = module["norm"]
+    norm = module["norm"]
+    assert isinstance(norm, nn.LayerNorm)
+    norm.weight.requires_grad_(False)
+    summing = sync_replicated(module)
+    norm.weight.requires_grad_(True)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(module), torch.load(buffer, weights_only=False), module):
+        for _ in range(2):
+            assert summed(rank, other)
+    norm.weight = nn.Parameter(torch.ones(4))
+    assert summed(rank, module)
+    summing.remove()
+    assert not summed(rank, module)
+
+
+def test_copies_and_exchanged_parameters_are_summed(pools: Pools) -> None:
+    pools(2).run(check_other_parameters)
 
 
 def test_sync_replicated_can_be_undone(pools: Pools) -> None:
