@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fusedcomm import circles
 from fusedcomm.board import FLAG_STRIDE
 from fusedcomm.symmetric.exchange import allocate
 from fusedcomm.symmetric.tensor import SymmetricTensor
@@ -278,6 +279,15 @@ class Call:
         workspace = self._workspace
         index = workspace.ready_index(self._slot, source, chunk)
         return reached(workspace.segments[self.rank].words[index], self._epoch)
+
+    def wait_until(self, over: Callable[[], bool], source: int, chunk: int = 0) -> None:
+        """Wait until ``over()``, with the errors of a wait for the ``chunk`` of ``source``.
+
+        Args:
+            over: true at the latest when that chunk has arrived; ``wait`` must still be called.
+        """
+        awaited = Awaited(self._op, self._epoch, chunk, "data")
+        self._watch.wait_until(over, self._watch.background, circles.CALL, source, awaited)
 
     def consumed(self, source: int) -> None:
         """Tell ``source`` that all it wrote in this call has been read; see ``await_reader``."""

@@ -163,7 +163,9 @@ def _consumed_first() -> Iterator[None]:
 
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "no wait": lambda: replaced(Rows, await_piece=lambda self, piece: None),
+    "no wait": lambda: replaced(
+        Rows, has=lambda self, piece: True, await_piece=lambda self, piece: None
+    ),
     "no wait for the last": lambda: replaced(Returns, sum=_without(Returns.sum, Call, "wait")),
     "signal before write": _signal_first,
     "return signalled first": _return_signalled_first,

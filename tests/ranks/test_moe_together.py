@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm as fc
+from fusedcomm.engines.host import moe_ffn as host_ffn
 from fusedcomm.protocol import Call
 from fusedcomm.testing import RankError, straggler
 from fusedcomm.testing.disturb import EVENTS
@@ -186,3 +187,29 @@ def reproducible(rank: int) -> list[str]:
 def test_results_do_not_depend_on_who_is_early(pools: Pools, world_size: int) -> None:
     for found in pools(world_size).run(reproducible):
         assert len(set(found)) == 1
+
+
+def spans_before(rank: int) -> list[str]:
+    """Work of rank 0, in order, when rank 1 is late with its rows for expert 0."""
+    comm = fc.Communicator.of()
+    x = torch.ones(6, 8)
+    w13, w2 = torch.ones(int(rank == 0), 8, 8), torch.ones(int(rank == 0), 8, 4)
+    ids, owners = torch.zeros(6, 1, dtype=torch.int64), [0]
+    arguments = (x, ids, None, w13, w2)
+    fc.moe_ffn(*arguments, num_experts=1, placement=owners)
+    comm.barrier()
+    number = 2  # of rank 1's writes: its counts come first, and are not late
+    with (
+        mock.patch.object(host_ffn.cut, "__defaults__", (1,)),
+        fc.trace() as recorded,
+        straggler(1, "write", 0.3, nth=number) if rank else nullcontext(),
+    ):
+        fc.moe_ffn(*arguments, num_experts=1, placement=owners)
+    return [f"{event.kind} {event.name}" for event in recorded.events]
+
+
+def test_experts_begin_with_who_is_early(pools: Pools) -> None:
+    """Rank 2's rows, behind rank 1's, are multiplied while rank 1 is late."""
+    found = pools(3).run(spans_before)[0]
+    order = [name for name in found if "expert 0" in name]
+    assert order == [f"gemm expert 0, rows {rows}" for rows in ("0:6", "12:18", "6:12")], found

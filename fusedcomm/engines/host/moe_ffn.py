@@ -27,7 +27,7 @@ from fusedcomm.trace import span
 Tensor = torch.Tensor
 
 #: Rows from which a product is as fast as a longer one.
-UNIT_ROWS = 256
+UNIT_ROWS = 512
 #: Rows from which a product goes straight into its reader's memory. Fewer go in one product for
 #: all sources, and are copied.
 DIRECT_ROWS = 128
@@ -36,11 +36,11 @@ DIRECT_ROWS = 128
 def cut(found: list[Piece], least: int = UNIT_ROWS) -> list[list[Piece]]:
     """Consecutive pieces, in units of at least ``least`` rows (or all there are).
 
-    >>> sizes = [300, 100, 100, 100, 40]
-    >>> starts = [0, 300, 400, 500, 600]
+    >>> sizes = [600, 300, 200, 200, 80]
+    >>> starts = [0, 600, 900, 1100, 1300]
     >>> found = [Piece(0, i, s, s + n, 0) for i, (s, n) in enumerate(zip(starts, sizes))]
     >>> [[piece.rows for piece in unit] for unit in cut(found)]
-    [[300], [100, 100, 100, 40]]
+    [[600], [300, 200, 200, 80]]
     """
     units: list[list[Piece]] = []
     for piece in found:

@@ -14,7 +14,7 @@ choices, in order, so the source has no use for a part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -124,6 +124,13 @@ class Rows:
         """Whether ``await_piece`` would return at once."""
         return piece.chunk < 0 or self.call.arrived(piece.source, piece.chunk)
 
+    def await_any(self, unit: list[Piece], over: Callable[[], bool]) -> None:
+        """Wait until ``over()``, true at the latest when all pieces of the unit are there."""
+        missing = next((piece for piece in unit if not self.has(piece)), None)
+        if missing is not None:
+            with span("wait", "wait for any rank", rank=self.rank):
+                self.call.wait_until(over, missing.source, missing.chunk)
+
     def await_piece(self, piece: Piece) -> None:
         """Wait until the piece is there."""
         if piece.chunk >= 0:
@@ -191,11 +198,18 @@ def clear_padding(rows: Tensor, routed: Routed, rank: int) -> None:
 
 
 def in_order(rows: Rows, units: list[list[Piece]]) -> Iterator[list[Piece]]:
-    """The units, those whose pieces are there first; each awaited when it comes."""
+    """The units as their pieces come, in the order given where several are there."""
     waiting = list(units)
+
+    def first_ready() -> int | None:
+        return next((i for i, unit in enumerate(waiting) if all(map(rows.has, unit))), None)
+
     while waiting:
-        ready = (i for i, unit in enumerate(waiting) if all(map(rows.has, unit)))
-        unit = waiting.pop(next(ready, 0))
+        ready = first_ready()
+        if ready is None:
+            rows.await_any(waiting[0], lambda: first_ready() is not None)
+            continue
+        unit = waiting.pop(ready)
         for piece in unit:
             rows.await_piece(piece)
         yield unit
