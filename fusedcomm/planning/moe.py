@@ -71,7 +71,7 @@ class Plan:
 
     Attributes:
         text: what must be equal on every rank, for the board.
-        engine: "host" or "plain".
+        engine: "triton", "host" or "plain".
         reason: a sentence for people.
     """
 
@@ -100,10 +100,8 @@ def plan(
     Raises:
         ValueError: the engine that was asked for cannot serve this group or device.
     """
-    chosen, reason = choose_engine(comm, device, dtype, engine, kernels=False)
-    if chosen == "triton":
-        raise ValueError('engine="triton" does not serve the mixture of experts yet; use "auto"')
-    record_plan(op, chosen, terms.num_experts if chosen == "host" else 1, reason)
+    chosen, reason = choose_engine(comm, device, dtype, engine)
+    record_plan(op, chosen, 1 if chosen == "plain" else terms.num_experts, reason)
     return Plan(f"{op} {what} of {terms}, engine {chosen}", chosen, reason)
 
 

@@ -45,7 +45,14 @@ _Step = Callable[[], None]
 class Launch:
     """The launches of one call on one slot; the arguments that they share."""
 
-    def __init__(self, comm: Communicator, op: str, space: Space, device: torch.device) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        op: str,
+        space: Space,
+        device: torch.device,
+        first: Launch | None = None,
+    ) -> None:
         self.rank = comm.rank
         self.world_size = comm.world_size
         self.device = device
@@ -62,8 +69,10 @@ class Launch:
         self._fence = comm.fence
         self._side: SideStream | None = None
         self._forked = False
-        self._prepare: list[_Step] = []
-        self._steps: list[_Step] = []
+        #: The other workspaces of the same call; their steps are in one queue with these.
+        self.beside: list[Launch] = []
+        self._prepare: list[_Step] = [] if first is None else first._prepare
+        self._steps: list[_Step] = [] if first is None else first._steps
 
     @property
     def programs(self) -> int:
@@ -170,9 +179,10 @@ class Launch:
 
     def flush(self) -> None:
         """Start what is queued, everything on a GPU compiled and loaded first."""
-        prepare, self._prepare = self._prepare, []
-        steps, self._steps = self._steps, []
-        for step in (*prepare, *steps):
+        queued = [*self._prepare, *self._steps]
+        self._prepare.clear()
+        self._steps.clear()
+        for step in queued:
             step()
 
     # Begin and end
@@ -230,12 +240,13 @@ def _kind_of(value: Any) -> Any:
 
 @contextmanager
 def launches(
-    comm: Communicator, op: str, space: Space, text: str, device: torch.device
+    comm: Communicator, op: str, space: Space, text: str, device: torch.device, *beside: Space
 ) -> Iterator[Launch]:
     """One call on the communicator, whose steps are queued on the ``Launch`` that it yields.
 
     Args:
         space: the memory that it takes.
+        beside: more of it, in other workspaces: each has a ``Launch`` in ``Launch.beside``.
         text: all that must be equal on every rank; see ``Communicator.collective``.
         device: of the tensors.
 
@@ -250,23 +261,29 @@ def launches(
         else:
             stack.enter_context(torch.cuda.device(device))
             comm.gpu(device).enter()
-            comm.require_room(space, device)
+            for needed in (space, *beside):
+                comm.require_room(needed, device)
         stack.enter_context(comm.collective(text))
         if device.type != "cpu":
             comm.compare_first(op, text, device)
         launch = Launch(comm, op, space, device)
+        launch.beside = [Launch(comm, op, other, device, launch) for other in beside]
+        everything = (launch, *launch.beside)
         if device.type == "cpu":
             stack.callback(setattr, signals, "relax", signals.relax)
             signals.relax = comm.await_any(op)
         try:
-            launch.begin()
+            for each in everything:
+                each.begin()
             yield launch
             if device.type == "cpu":
                 launch.flush()
                 comm.compare_peers()
-            launch.end()
+            for each in everything:
+                each.end()
             launch.flush()
         except triton.runtime.errors.InterpreterError as error:
             raise (error.__cause__ or error) from None
         if launch.gpu is not None and is_capturing():
-            launch.workspace.captured = True
+            for each in everything:
+                each.workspace.captured = True

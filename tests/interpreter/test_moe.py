@@ -1,0 +1,65 @@
+"""The kernels of the mixture of experts, run by the interpreter, against a dense loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch
+
+from fusedcomm.engines.triton import config
+from tests.conftest import Pools
+from tests.ranks.moe_cases import OPS, Case
+from tests.ranks.test_moe import check
+
+
+def cases(world_size: int) -> list[Case]:
+    """What the host engine is tried on, thinned: the kernels have the same plans."""
+    found = [
+        Case(op, routing=routing)
+        for op, routing in product(OPS, ("random", "one expert", "duplicates", "sentinels", "none"))
+    ]
+    found += [Case(op, (0, 7), routing="sentinels", bias=True) for op in OPS]
+    found += [Case(op, k=5, experts=5) for op in OPS]
+    found += [Case(op, (3,), k=1, experts=1) for op in OPS]
+    found += [
+        Case(op, (20, 9), dtype=dtype, bias=True, routing="sentinels", options={"align": 4})
+        for op, dtype in product(OPS, (torch.bfloat16, torch.float16))
+    ]
+    found += [Case(op, options={"align": 8, "capacity": 400, "max_tokens": 50}) for op in OPS]
+    owners = tuple((e * 2 + 1) % world_size for e in range(8))
+    found += [Case(op, owners=owners, weighted=False) for op in OPS]
+    found += [
+        Case(activation=activation, layout=layout, transposed=layout == "interleaved", bias=True)
+        for activation, layout in (
+            ("geglu", "gate_up"),
+            ("geglu_tanh", "interleaved"),
+            ("gpt_oss", "interleaved"),
+            ("relu2", "gate_up"),
+        )
+    ]
+    return [replace(case, engine="triton") for case in found]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_against_a_dense_loop(pools: Pools, world_size: int) -> None:
+    chosen = cases(world_size) if world_size in (2, 3) else cases(world_size)[::4]
+    pools(world_size, TRITON_INTERPRET="1").run(check, chosen, timeout_s=400)
+
+
+def check_many_tiles(rank: int) -> None:
+    """Several pieces a segment, several tiles an expert, several blocks a piece."""
+    with mock.patch.object(config, "_INTERPRETED", 16):
+        check(
+            rank,
+            [
+                Case(op, (1100, 20), k=1, experts=2, hidden=24, ffn=20, engine="triton")
+                for op in OPS
+            ],
+        )
+
+
+def test_pieces_and_tiles(pools: Pools) -> None:
+    pools(2, TRITON_INTERPRET="1").run(check_many_tiles, timeout_s=400)
