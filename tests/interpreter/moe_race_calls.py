@@ -1,0 +1,83 @@
+"""Calls of the mixture of experts on the Triton engine, for the race checker; planted faults.
+
+Rank functions: they run on the ranks of a pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton.language as tl
+
+import fusedcomm as fc
+from fusedcomm.engines.triton import config, moe
+from fusedcomm.kernels import moe_rows
+from fusedcomm.planning import routing
+from fusedcomm.protocol import Workspace
+from fusedcomm.testing.races.recording import replaced
+from tests.interpreter.race_faults import _kernels
+
+CALLS = 3
+EXPERTS, HIDDEN, FFN = 4, 16, 16
+
+
+def calls(rank: int, world_size: int, op: str, same_slot: bool) -> None:
+    """``CALLS`` calls in a row, of other routings, with pieces of few rows and small tiles."""
+    torch.manual_seed(rank)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(routing, PIECE_ROWS=2))
+        stack.enter_context(replaced(moe_rows, PIECE_ROWS=tl.constexpr(2)))
+        stack.enter_context(replaced(config, _INTERPRETED=16))
+        stack.enter_context(replaced(moe, _ROWS=2))
+        if same_slot:
+            stack.enter_context(replaced(Workspace, take_slot=lambda self: 0))
+        for number in range(CALLS):
+            tokens = 0 if number == 1 and rank == 0 else 20 + number
+            (_pair if op == "pair" else _ffn)(rank, world_size, tokens)
+
+
+def faulty_calls(rank: int, world_size: int, op: str, fault: str) -> None:
+    with FAULTS[fault]():
+        calls(rank, world_size, op, True)
+
+
+def _pair(rank: int, world_size: int, tokens: int) -> None:
+    x = torch.randn(tokens, HIDDEN, requires_grad=True)
+    weights = torch.rand(tokens, 2, requires_grad=True)
+    ids = torch.randint(-1, EXPERTS, (tokens, 2))
+    d = fc.dispatch(x, ids, weights, EXPERTS, align=2, engine="triton")
+    fc.combine(d.x * 2.0, d).sum().backward()
+
+
+def _ffn(rank: int, world_size: int, tokens: int) -> None:
+    local = len(routing.place(EXPERTS, world_size).experts[rank])
+    x = torch.randn(tokens, HIDDEN, requires_grad=True)
+    w13 = torch.randn(local, 2 * FFN, HIDDEN, requires_grad=True)
+    w2 = torch.randn(local, HIDDEN, FFN, requires_grad=True)
+    ids = torch.randint(-1, EXPERTS, (tokens, 2))
+    weights = torch.rand(tokens, 2, requires_grad=True)
+    y = fc.moe_ffn(x, ids, weights, w13, w2, num_experts=EXPERTS, engine="triton")
+    y.sum().backward()
+
+
+_WAIT = "ok = wait_at_least(flag, epoch, limit, record, READY, source, {})"
+_COUNT = "if count_in(counters + segment * MAX_PIECES + piece, blocks):"
+_RETURNED = "if count_in(counters + source, tl.load(tiles_W + source) * column_blocks):"
+_CLOSING = "flag = own + ready_word + (source * chunks + closing) * FLAG_WORDS"
+
+FAULTS = {
+    "rows not awaited": _kernels("grouped_linear", (_WAIT.format("chunk"), "ok = ok")),
+    "one flag for all pieces": _kernels(
+        "grouped_linear",
+        ("chunk = expert * MAX_PIECES + tl.cast(piece, tl.int32)", "chunk = expert * MAX_PIECES"),
+    ),
+    "the end not awaited": _kernels("moe_rows", (_WAIT.format("closing"), "ok = ok")),
+    "the first block signals": _kernels("moe_rows", (_COUNT, _COUNT.replace("blocks", "1"))),
+    "the first tile signals": _kernels(
+        "grouped_linear", (_RETURNED, "if count_in(counters + source, 1):")
+    ),
+    "another flag awaited": _kernels(
+        "moe_rows", (_CLOSING, _CLOSING.replace("closing)", "closing * 0)"))
+    ),
+}

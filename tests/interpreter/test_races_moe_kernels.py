@@ -1,0 +1,41 @@
+"""The kernels of the mixture of experts are free of races, and a fault planted in one is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusedcomm.testing import races
+from tests.interpreter.moe_race_calls import calls, faulty_calls
+
+
+@pytest.mark.parametrize("op", ["pair", "moe_ffn"])
+@pytest.mark.parametrize("world_size, same_slot", [(2, True), (3, False)])
+def test_every_kernel_is_clean(pools, op, world_size, same_slot):
+    pool = pools(world_size, TRITON_INTERPRET="1")
+    recordings = pool.run(races.recorded, calls, world_size, op, same_slot, timeout_s=200)
+    assert races.check(recordings) == []
+    used = {"push_rows_kernel", "await_kernel", "take_kernel", "sum_kernel"}
+    used |= {"up_kernel", "down_kernel"} if op == "moe_ffn" else set()
+    for recording in recordings:
+        kernels = {event.launch.kernel for event in recording.events if event.launch}
+        assert used <= kernels
+        assert {event.kind for event in recording.events} >= {"read", "write", "acquire", "count"}
+
+
+@pytest.mark.parametrize(
+    "fault, op",
+    [
+        ("rows not awaited", "moe_ffn"),
+        ("one flag for all pieces", "moe_ffn"),
+        ("the end not awaited", "pair"),
+        ("the end not awaited", "moe_ffn"),
+        ("the first block signals", "pair"),
+        ("the first tile signals", "moe_ffn"),
+        ("another flag awaited", "pair"),
+    ],
+)
+def test_a_fault_is_found(pools, fault, op):
+    pool = pools(2, TRITON_INTERPRET="1")
+    found = races.find(pool, faulty_calls, 2, op, fault)
+    assert any(race.memory.startswith("workspace moe") for race in found), list(map(str, found))
+    assert all("write" in {race.first.kind, race.second.kind} for race in found)
