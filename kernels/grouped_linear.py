@@ -143,13 +143,16 @@ def up_kernel(
             row_block, column_block = tile_position(tile, row_blocks, column_blocks, GROUP)
             row_block = ((row_block + mine) % row_blocks).to(tl.int32)
             top = first + row_block * BM
+            rows = tl.minimum(count - row_block * BM, BM)
+            # Its rows alone: what would be read past the last one has perhaps not come.
+            x_tile = x + tl.cast(row_block, tl.int64) * BM * K
             ok = await_rows(
                 own, first_WE, counts_WE, experts, expert, top, tl.minimum(top + BM, first + count),
                 rank, world_size, epoch, ready_word, chunks, limit, record, ok,
             )  # fmt: skip
             gate_MN = tl.zeros((BM, BN), dtype=tl.float32)
             gate_MN = accumulate(
-                gate_MN, x, w, row_block, column_block, count, N, K, K,
+                gate_MN, x_tile, w, 0, column_block, rows, N, K, K,
                 stride_wn * gate_step, stride_wk, BM, BN, BK, EVEN_K, PRECISION,
             )  # fmt: skip
             m, m_exists = block_of(row_block, count, BM)
@@ -166,7 +169,7 @@ def up_kernel(
             up_MN = tl.zeros((BM, BN), dtype=tl.float32)
             if GATED:
                 up_MN = accumulate(
-                    up_MN, x, w + up_shift * stride_wn, row_block, column_block, count, N, K, K,
+                    up_MN, x_tile, w + up_shift * stride_wn, 0, column_block, rows, N, K, K,
                     stride_wn * gate_step, stride_wk, BM, BN, BK, EVEN_K, PRECISION,
                 )  # fmt: skip
                 if HAS_BIAS:

@@ -64,7 +64,6 @@ def _ffn(rank: int, world_size: int, tokens: int) -> None:
 _WAIT = "ok = wait_at_least(flag, epoch, limit, record, READY, source, {})"
 _COUNT = "if count_in(counters + segment * MAX_PIECES + piece, blocks):"
 _RETURNED = "if count_in(counters + source, tl.load(tiles_W + source) * column_blocks):"
-_CLOSING = "flag = own + ready_word + (source * chunks + closing) * FLAG_WORDS"
 
 FAULTS = {
     "rows not awaited": _kernels("grouped_linear", (_WAIT.format("chunk"), "ok = ok")),
@@ -76,8 +75,5 @@ FAULTS = {
     "the first block signals": _kernels("moe_rows", (_COUNT, _COUNT.replace("blocks", "1"))),
     "the first tile signals": _kernels(
         "grouped_linear", (_RETURNED, "if count_in(counters + source, 1):")
-    ),
-    "another flag awaited": _kernels(
-        "moe_rows", (_CLOSING, _CLOSING.replace("closing)", "closing * 0)"))
     ),
 }
