@@ -297,6 +297,24 @@ def test_state_and_copies(pools: Pools, world_size: int) -> None:
     pools(world_size).run(check_state, timeout_s=120)
 
 
+def check_compiled(rank: int) -> None:
+    """One graph for every length, and the same bits forward and backward."""
+    cut = fc.parallelize(hand_built(), mesh(), logits="local")
+    compiled = torch.compile(cut, backend="aot_eager", fullgraph=True, dynamic=True)
+    found = []
+    for model in (cut, compiled):
+        ids = random_ids(2, 7)
+        logits = model(ids)
+        cut.lm_head.loss(logits, ids).backward()
+        found.append([logits, *gradients(cut).values(), model(random_ids(2, 5))])
+        cut.zero_grad()
+    assert all(torch.equal(eager, traced) for eager, traced in zip(*found, strict=True))
+
+
+def test_compiled(pools: Pools) -> None:
+    pools(2).run(check_compiled, timeout_s=200)
+
+
 # Errors
 
 
