@@ -61,7 +61,9 @@ def all_gather_linear(
             column-parallel use of it.
         save_gathered: keep ``gathered(x)`` for the weight's gradient instead of gathering again in
             the backward pass: W times the memory of x, one exchange less.
-        engine: "auto", "host" (overlapped, CPU) or "plain" (collective, then GEMM).
+        engine: "host" (overlapped, CPU), "triton" (overlapped, kernels: GPUs, or CPU tensors in
+            Triton's interpreter), "plain" (collective, then GEMM), or "auto" for the overlapped one
+            of x's device, where it can be had.
 
     Returns:
         y ``[…, T, …, N/W]``; a tuple of them for a sequence of weights; with ``return_gathered``

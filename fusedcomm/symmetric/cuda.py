@@ -134,11 +134,16 @@ def allocate(
             handle = symmetric.rendezvous(own, group)
             if handle is None:
                 raise RuntimeError("torch does not take it for symmetric memory")
+            shape = (size + _TAIL,)
+            view = handle.get_buffer
+            if view(rank, shape, torch.uint8).data_ptr() != own.data_ptr():
+                # Memory out of a pool may begin later than what torch has mapped.
+                view = getattr(handle, "get_remote_tensor", view)
+            mine = view(rank, shape, torch.uint8)
             buffers = [
-                own if peer == rank else handle.get_buffer(peer, (size + _TAIL,), torch.uint8)
+                own if peer == rank else view(peer, shape, torch.uint8)
                 for peer in range(world_size)
             ]
-            mine = handle.get_buffer(rank, (size + _TAIL,), torch.uint8)
     except RuntimeError as error:
         raise SharedMemoryError(
             f"cannot get {size} bytes of symmetric GPU memory for {label}: {error}"

@@ -170,8 +170,10 @@ def test_a_record_becomes_an_error() -> None:
 class Torch:
     """One process's view of a group: what it allocates, and what the peers have."""
 
-    def __init__(self, rank: int, peers: dict[int, torch.Tensor], offset: int = 0) -> None:
-        self.rank, self.peers, self.offset = rank, peers, offset
+    def __init__(
+        self, rank: int, peers: dict[int, torch.Tensor], offset: int = 0, remote: bool = False
+    ) -> None:
+        self.rank, self.peers, self.offset, self.remote = rank, peers, offset, remote
 
     def empty(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self.own = torch.full((size,), 77, dtype=dtype)
@@ -179,12 +181,18 @@ class Torch:
         return self.own
 
     def rendezvous(self, tensor: torch.Tensor, group: Any) -> Any:
-        def get_buffer(rank: int, shape: tuple[int], dtype: torch.dtype) -> torch.Tensor:
+        def get_buffer(
+            rank: int, shape: tuple[int], dtype: torch.dtype, offset: int = self.offset
+        ) -> torch.Tensor:
             whole = self.own if rank == self.rank else self.peers[rank]
             assert len(whole) == shape[0] and dtype == torch.uint8
-            return whole[self.offset :]
+            return whole[offset:]
 
-        return SimpleNamespace(get_buffer=get_buffer, multicast_ptr=0)
+        def get_remote_tensor(rank: int, shape: tuple[int], dtype: torch.dtype) -> torch.Tensor:
+            return get_buffer(rank, shape, dtype, 0)
+
+        more = {"get_remote_tensor": get_remote_tensor} if self.remote else {}
+        return SimpleNamespace(get_buffer=get_buffer, multicast_ptr=0, **more)
 
 
 def allocate(stand_in: Torch, label: str = "x", **first: Any) -> list[cuda.CudaSegment]:
@@ -228,3 +236,5 @@ def test_an_unknown_layout_is_noticed() -> None:
     stand_in = Torch(1, {0: memory_of_rank_0()}, offset=128)
     with pytest.raises(fc.SharedMemoryError, match="at an offset"):
         allocate(stand_in)
+    stand_in = Torch(1, {0: memory_of_rank_0()}, offset=128, remote=True)
+    assert [segment.size for segment in allocate(stand_in)] == [1024, 1024]
