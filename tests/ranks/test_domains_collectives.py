@@ -13,8 +13,7 @@ from tests.ranks.collective_calls import Checker, check_dtypes, check_shapes
 from tests.ranks.test_domains_tensor_parallel import FOUR_OF_TWO, INTERLEAVED, TWO_OF_TWO
 
 
-@pytest.mark.parametrize("domains", [TWO_OF_TWO, INTERLEAVED])
-@pytest.mark.parametrize("slot", [None, 64])
+@pytest.mark.parametrize(("domains", "slot"), [(TWO_OF_TWO, None), (INTERLEAVED, 64)])
 def test_shapes(pools: Pools, domains: str, slot: int | None) -> None:
     pools(4, FUSEDCOMM_DOMAINS=domains).run(check_shapes, "host", slot, timeout_s=120)
 

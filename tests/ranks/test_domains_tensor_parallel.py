@@ -6,17 +6,22 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from itertools import product
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import fusedcomm as fc
+from fusedcomm.engines.host import tensor_parallel as host
 from fusedcomm.testing import straggler
 from tests.conftest import Pools
 from tests.ranks.cases import CUTS_TOKENS, OPS, Case, Problem, call
-from tests.ranks.checking import check, planned
+from tests.ranks.checking import check, check_values, planned
 from tests.ranks.test_tensor_parallel import DTYPES
 
 TWO_OF_TWO, INTERLEAVED, FOUR_OF_TWO = "0,1;2,3", "0,2;1,3", "0,1;2,3;4,5;6,7"
@@ -97,6 +102,53 @@ def test_bytes_across_are_those_of_the_table(
         assert sum(found[op]) == (n - 1) * size, (op, found[op])
         if rows % world_size == 0:
             assert found[op] == [(n - 1) * size // (n * g)] * world_size, op
+
+
+def compute_first(rank: int, op: str) -> None:
+    """Domain 1 sends nothing until domain 0 has multiplied rows of its own domain.
+
+    A rank that waited for the other domain before it computed would wait for ever.
+    """
+    comm = fc.Communicator.of()
+    assert comm.between is not None
+    store = distributed_c10d._get_default_store()
+    key, products = f"{op}: domain 0 computes", 0
+    gather = op == "all_gather_linear"
+    # With two ranks a domain, the own chunk is added to the peer's by another function.
+    names = ("linear_into",) if gather else ("sum_of_linears", "add_linears")
+    crossing = "all_gather" if gather else "all_to_all"
+    cross = getattr(comm.between, crossing)
+
+    def counted(multiply: Any) -> Any:
+        def counting(*args: Any) -> None:
+            nonlocal products
+            multiply(*args)
+            products += 1
+            # A reduce-scatter makes the other domain's two chunks first.
+            if comm.rank == 0 and products == (1 if gather else 3):
+                store.set(key, "yes")
+
+        return counting
+
+    def held(*args: Any) -> Any:
+        if comm.between is not None and comm.between.domain == 1:
+            store.wait([key], timedelta(seconds=30))
+        return cross(*args)
+
+    case = Case(op, (16,), needs="")
+    with (
+        mock.patch.multiple(host, **{name: counted(getattr(host, name)) for name in names}),
+        mock.patch.object(comm.between, crossing, held),
+        planned(min_chunk_rows=1),
+    ):
+        found = call(case, Problem.of(case, 4), rank, 4)
+    check_values(case, Problem.of(case, 4), found, rank, 4)
+    assert products == 4
+
+
+@pytest.mark.parametrize("op", CUTS_TOKENS)
+def test_what_crosses_is_hidden_behind_the_own_domains_products(pools: Pools, op: str) -> None:
+    pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(compute_first, op)
 
 
 def bits(rank: int, late: int | None) -> list[bytes]:
