@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusedcomm.planning.engine import choose_engine
-from fusedcomm.programs import ALGORITHMS
+from fusedcomm.programs import ALGORITHMS, all_reduce_programs
 from fusedcomm.programs.all_reduce import Domains
+from fusedcomm.programs.steps import messages_per_pair
 from fusedcomm.protocol import Space
 from fusedcomm.topology.cost import choose
 from fusedcomm.trace import record_plan
@@ -159,10 +160,17 @@ def check_algorithm(algorithm: str) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def space(nbytes: int, chunks: int = 1) -> Space:
-    """Every rank offers ``nbytes`` in its own memory, and ``chunks`` messages to each peer."""
+def space(nbytes: int, world_size: int) -> Space:
+    """Every rank offers ``nbytes`` in its own memory, with flags enough for any algorithm."""
     region = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
-    return Space("collective", 1, region, chunks)
+    return Space("collective", 1, region, _most_messages(world_size))
+
+
+@functools.cache
+def _most_messages(world_size: int) -> int:
+    """The most messages that one rank sends to another, in any algorithm."""
+    programs = (all_reduce_programs(name, world_size, world_size) for name in ALGORITHMS)
+    return max(map(messages_per_pair, programs))
 
 
 def spaces(
@@ -174,4 +182,8 @@ def spaces(
     """
     if min(shape, default=0) < 0:
         raise ValueError(f"a global shape is not negative; got {list(shape)}")
-    return [space(min(SLOT_BYTES, math.prod(shape) * dtype.itemsize))]
+    # Parts are as long as the longest one, whichever dimension is cut.
+    total = math.prod(shape)
+    cut = (-(-size // world_size) * world_size * (total // size) for size in shape if size)
+    elements = max(cut, default=1) if total else 0
+    return [space(min(SLOT_BYTES, elements * dtype.itemsize), world_size)]

@@ -127,6 +127,28 @@ def test_memory_is_bounded(pools: Pools) -> None:
     pools(2).run(bounded_memory)
 
 
+def reserved(rank: int) -> None:
+    """No call of the reserved shape makes the workspace anew, whatever the algorithm and cut."""
+    for shape in ((5, 7), (3,), (1000, 37), (0, 4)):
+        with fc.Communicator.of(channel=f"reserved {shape}") as comm:
+            for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
+                comm.reserve(op, shape)
+            before = comm._workspaces["collective"]
+            checker = Checker(comm)
+            for algorithm in ALGORITHMS:
+                checker.all_reduce(shape, algorithm=algorithm)
+            for dim in range(len(shape)):
+                checker.all_gather(shape, dim)
+                checker.reduce_scatter(shape, dim)
+            checker.broadcast(shape, 0)
+            assert comm._workspaces["collective"] is before, shape
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_reserved_memory_is_enough(pools: Pools, world_size: int) -> None:
+    pools(world_size).run(reserved)
+
+
 def in_symmetric_memory(rank: int) -> None:
     """Inputs that peers read in place; refilled at once, which must not disturb a late reader."""
     comm = fc.Communicator.of()

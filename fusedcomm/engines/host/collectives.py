@@ -231,7 +231,7 @@ def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) 
             return
         for start, stop in pieces_of(x.numel(), dtype, planning.SLOT_BYTES):
             shape = (stop - start,)
-            call = comm.take("broadcast", space((stop - start) * dtype.itemsize))
+            call = comm.take("broadcast", space((stop - start) * dtype.itemsize, comm.world_size))
             if rank == src:
                 for peer in peers:
                     call.await_reader(peer)

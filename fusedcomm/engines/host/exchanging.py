@@ -88,7 +88,7 @@ def exchange(
         take: reads what they offered, when it has ``arrivals``.
     """
     peers = comm.successors
-    need = space(0 if resident is not None else nbytes)
+    need = space(0 if resident is not None else nbytes, comm.world_size)
 
     def finish(call: Call, piece: Piece) -> None:
         take(call, piece)
@@ -171,7 +171,7 @@ def exchange_counts(
     rank, world_size = comm.rank, comm.world_size
     peers = comm.successors
     shape = (world_size,)
-    call = comm.take("all_to_all", space(8 * world_size))
+    call = comm.take("all_to_all", space(8 * world_size, world_size))
     for peer in peers:
         call.await_reader(peer)
     call.write(rank, 0, shape, torch.int64).copy_(torch.tensor(send_counts))

@@ -19,7 +19,7 @@ from fusedcomm.engines.host.exchanging import copy, wait_for
 from fusedcomm.planning.collectives import space
 from fusedcomm.programs import all_reduce_programs
 from fusedcomm.programs.all_reduce import Domains
-from fusedcomm.programs.steps import Send, messages_per_pair
+from fusedcomm.programs.steps import Send
 from fusedcomm.protocol import Call
 from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.trace import is_open, span
@@ -47,26 +47,20 @@ class _Take(NamedTuple):
     complete: bool
 
 
-class Stages(NamedTuple):
-    """One rank's program, cut where it comes to wait for what its own messages bring about.
-
-    Attributes:
-        steps: of each stage. The first one sends what is this rank's input; every other one begins
-            with the receives that the messages of the one before answer.
-        messages: the most that one rank sends to another.
-    """
-
-    steps: list[list[_Give | _Take]]
-    messages: int
+Stages = list[list[_Give | _Take]]
 
 
 @lru_cache(maxsize=256)
 def stages(algorithm: str, size: int, n: int, rank: int, domains: Domains | None) -> Stages:
-    """The stages of ``rank``; the arguments are those of ``all_reduce_programs``."""
-    programs = all_reduce_programs(algorithm, size, n, domains)
-    steps: list[list[_Give | _Take]] = [[]]
+    """The program of ``rank``, cut where it comes to wait for what its own messages bring about.
+
+    The first stage sends what is this rank's input; every other one begins with the receives that
+    the messages of the one before answer. The arguments are those of ``all_reduce_programs``.
+    """
+    program = all_reduce_programs(algorithm, size, n, domains)[rank]
+    steps: Stages = [[]]
     copied: set[tuple[int, int]] = set()  # one copy serves all who are sent a range
-    for step in programs[rank]:
+    for step in program:
         if isinstance(step, Send):
             place = (step.start, step.stop)
             copies = step.fresh and place not in copied
@@ -81,7 +75,7 @@ def stages(algorithm: str, size: int, n: int, rank: int, domains: Domains | None
             steps.append([])
         place = (step.start, step.stop)
         steps[-1].append(_Take(awaited, parts, *place, step.kept, step.final, step.complete))
-    return Stages(steps, messages_per_pair(programs))
+    return steps
 
 
 class Execution:
@@ -111,7 +105,7 @@ class Execution:
         """
         self.rank = comm.rank
         self.peers = comm.successors
-        self.stages = program.steps
+        self.stages = program
         self._x, self._out = x, out
         self._size = x.shape[0]
         self._dtype = x.dtype
@@ -119,7 +113,7 @@ class Execution:
         self._reduction = reduction
         self._divisor = comm.world_size if reduction == "avg" else 1
         self._resident = resident
-        self._call: Call = comm.take(op, space(self._size * self._bytes, program.messages))
+        self._call: Call = comm.take(op, space(self._size * self._bytes, comm.world_size))
 
     def run(self, stage: int) -> None:
         """Run a stage; the result is there when the last one is done."""
