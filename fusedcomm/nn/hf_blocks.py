@@ -103,7 +103,7 @@ def _recognised(
     z = torch.randn(
         32, ffn * (2 if form.gated else 1), generator=generator, dtype=torch.float64, device="cpu"
     )
-    z *= torch.logspace(-1, 1.5, 32, dtype=torch.float64, device="cpu").unsqueeze(1)
+    z *= torch.logspace(-1, 4, 32, dtype=torch.float64, device="cpu").unsqueeze(1)
     found = activation(z.clone())
     expected = torch.empty(32, ffn, dtype=torch.float64, device="cpu")
     if found.shape != expected.shape:
