@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import Work, distributed_c10d
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedcomm import board, rendezvous
 from fusedcomm.between import Between
@@ -206,7 +207,10 @@ class Communicator:
                 cached = None
             if cached is None:
                 limit = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-                cached = _cache[key] = cls._make(resolved, channel, limit, declared)
+                # Perhaps torch.export is tracing, or a model is built on the meta device: what is
+                # mapped here is real memory all the same.
+                with _disable_current_modes(), torch.device("cpu"):
+                    cached = _cache[key] = cls._make(resolved, channel, limit, declared)
                 _closed.discard(key)
             elif topology is not None and cached._declared != declared:
                 raise ValueError(

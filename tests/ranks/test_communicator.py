@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fusedcomm as fc
 from fusedcomm.protocol import SLOTS
@@ -223,3 +224,20 @@ def test_a_closed_communicator_refuses_work_and_has_a_successor(pools: Pools) ->
 def test_barrier(pools: Pools) -> None:
     for world_size in (1, 4):
         pools(world_size).run(check_barrier)
+
+
+def check_made_among_fakes(rank: int) -> None:
+    """One is made of real memory while a model is built on the meta device, or of fake tensors."""
+    for number, mode in enumerate((torch.device("meta"), FakeTensorMode())):
+        with mode:
+            layer = fc.nn.ColumnParallelLinear(4, 6, group=fc.Communicator.of(channel=f"{number}"))
+        assert layer.weight.device.type == "meta" or isinstance(layer.weight, FakeTensor)
+        with layer.comm as comm:
+            comm.barrier()
+            x = torch.randn(2, 4)
+            y = fc.all_gather_linear(x, torch.eye(4), group=comm)
+        assert torch.equal(y[2 * rank : 2 * rank + 2], x)
+
+
+def test_made_among_fakes(pools: Pools) -> None:
+    pools(2).run(check_made_among_fakes)

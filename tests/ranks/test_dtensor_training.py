@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import fusedcomm as fc
@@ -130,19 +130,20 @@ def test_autocast_of_operations(pools: Pools) -> None:
 # FSDP2
 
 
-def sharded_both_ways(cut: bool) -> Decoder:
+def sharded_both_ways(cut: bool, **options: Any) -> Decoder:
     """Tensor-parallel first, then over the data axis."""
     mesh = mesh_of(2, 2)
     model = cut_decoder(mesh["tp"], cut)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh["data"])
-    fully_shard(model, mesh=mesh["data"])
+        fully_shard(layer, mesh=mesh["data"], **options)
+    fully_shard(model, mesh=mesh["data"], **options)
     return model
 
 
 def check_fsdp(rank: int, cut: bool) -> None:
     """Gradients, their norm, clipping, and a step, each rank of the data axis with its own data."""
     model, right = sharded_both_ways(cut), whole_decoder()
+    model.checkpointing = False if cut else None  # the kind without reentrance, or none
     model_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = torch.optim.AdamW(right.parameters(), lr=1e-2)
     line = rank // 2  # on the data axis
@@ -170,6 +171,36 @@ def check_fsdp(rank: int, cut: bool) -> None:
     for name, parameter in model.named_parameters():
         # Adam divides by the root of squares: tiny gradients' rounding errors grow.
         compare(name, parameter.full_tensor(), whole[name], 1e-6)  # type: ignore[attr-defined]
+
+
+def check_fsdp_precision(rank: int, cut: bool) -> None:
+    """FSDP2's own mixed precision: weights kept in float64 here, computed with in bfloat16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, right = sharded_both_ways(cut, mp_policy=policy), whole_decoder()
+    tokens = batch(9)
+    loss, expected = loss_of(model, tokens), loss_of(right, tokens)
+    loss.backward()
+    expected.backward()
+    compare("loss", loss.detach(), expected.detach(), 1e-2)
+    assert loss != expected, "nothing was rounded to bfloat16"
+    whole = dict(right.named_parameters())
+    for name in (
+        "norm.weight",
+        "layers.0.norm2.bias",
+        "head.weight",
+        "layers.0.mlp.down_proj.bias",
+    ):
+        parameter = model.get_parameter(name)
+        assert parameter.dtype == torch.float64 and isinstance(parameter.grad, DTensor)
+        assert parameter.grad.placements == parameter.placements  # type: ignore[attr-defined]
+        grad = whole[name].grad
+        assert grad is not None
+        compare(name, parameter.grad.full_tensor(), grad, 5e-2)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_fsdp_with_mixed_precision(pools: Pools, cut: bool) -> None:
+    pools(4).run(check_fsdp_precision, cut, timeout_s=120)
 
 
 @pytest.mark.parametrize("cut", [True, False])

@@ -143,3 +143,34 @@ def test_every_rank_makes_every_call(
         pytest.skip("Inductor needs a C++ compiler, and there is no g++")
     first, second = pools(2).run(check, backend, work, graded, timeout_s=120)
     assert first == second
+
+
+class Unused(torch.nn.Module):
+    """Throws away the first of two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(FEATURES) + 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return unused(x, self.weight, True)
+
+
+def check_export(rank: int) -> None:
+    """An exported program makes both calls, before and after torch's decompositions.
+
+    The communicator is first made while the model is traced.
+    """
+    model, x = Unused(), torch.randn(4, FEATURES)
+    fc.Communicator.of().close()
+    for strict in (False, True):
+        program = torch.export.export(model, (x,), strict=strict)
+        for stage in (program, program.run_decompositions()):
+            with calls(fc.Communicator.of()) as texts:
+                found = stage.module()(x)
+            assert len(texts) == 2, f"{strict=}: {texts}"
+            torch.testing.assert_close(found, model(x))
+
+
+def test_export_keeps_every_call(pools: Pools) -> None:
+    pools(2).run(check_export, timeout_s=120)
