@@ -194,7 +194,6 @@ class Communicator:
             cached = _cache.get((resolved.group_name, channel))
             if cached is not None and not cached._closed and cached.group is resolved:
                 return cached
-        declared = declared_topology(topology, dist.get_process_group_ranks(resolved))
         key = (resolved.group_name, channel)
         with _lock:
             making = _making[key]
@@ -205,6 +204,9 @@ class Communicator:
                 # name.
                 cached.close()
                 cached = None
+            declared = None
+            if cached is None or topology is not None:  # Not in every call of an operation.
+                declared = declared_topology(topology, dist.get_process_group_ranks(resolved))
             if cached is None:
                 limit = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
                 # Perhaps torch.export is tracing, or a model is built on the meta device: what is
@@ -217,7 +219,7 @@ class Communicator:
                     f"this group has a communicator with {cached.topology}; close() it on every "
                     f"rank before one with {declared} is made, or give the new one a channel"
                 )
-            elif timeout_s is not None:
+            if timeout_s is not None:
                 cached._set_timeout(timeout_s)
         return cached
 

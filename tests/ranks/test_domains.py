@@ -79,7 +79,8 @@ def check_arguments(rank: int) -> None:
     links = Topology(PAIRS, inside=Link("mine", 1e9, 1e-6))
     with fc.Communicator.of(channel="args", topology=links) as comm:
         assert comm.topology.link(0, 1).kind == "mine"
-        assert fc.Communicator.of(channel="args", topology=links) is comm
+        assert fc.Communicator.of(channel="args", topology=links, timeout_s=77) is comm
+        assert comm.inside is not None and comm.inside._watch.timeout_s == 77
         with pytest.raises(ValueError, match="close\\(\\) it on every rank"):
             fc.Communicator.of(channel="args", topology=INTERLEAVED)
     for wrong, message in (([[0, 1]], "2 ranks, the group 4"), ([[0, 1], [1, 2]], "stands in")):
