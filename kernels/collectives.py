@@ -28,7 +28,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .signals import FLAG_WORDS, READY, memory, signal, wait_at_least, words
+from .signals import FLAG_WORDS, PLACES, READY, memory, signal, wait_at_least, words
+
+_PLACES = [
+    *(*PLACES, "root", "skip", "stride", "size", "total", "piece_size", "region_bytes"),
+    *("send_stride", "send_size", "send_total", "recv_stride", "recv_size", "recv_total"),
+]
 
 
 @triton.jit
@@ -181,7 +186,7 @@ def reduce_piece(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank", "root", "epoch_word", "ready_word", "data_offset"])
+@triton.jit(do_not_specialize=_PLACES)
 def exchange_kernel(
     x,
     out,
@@ -244,7 +249,7 @@ def exchange_kernel(
                 copy_piece(pushed, target, piece, piece_size, count, BLOCK)
 
 
-@triton.jit(do_not_specialize=["rank", "skip", "epoch_word", "ready_word", "data_offset"])
+@triton.jit(do_not_specialize=_PLACES)
 def reduce_kernel(
     x,
     out,
@@ -298,7 +303,7 @@ def reduce_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank", "epoch_word", "ready_word", "data_offset"])
+@triton.jit(do_not_specialize=_PLACES)
 def two_shot_kernel(
     x,
     out,

@@ -31,8 +31,10 @@ import triton
 import triton.language as tl
 
 from .moe_rows import MAX_PIECES, piece_size
-from .signals import FLAG_WORDS, READY, count_in, memory, signal, wait_at_least, words
+from .signals import FLAG_WORDS, PLACES, READY, count_in, memory, signal, wait_at_least, words
 from .tiles import accumulate, block_of, first_tile, tile_position
+
+_PLACES = [*PLACES, "closing", "experts", "region_bytes"]
 
 
 @triton.jit
@@ -79,7 +81,7 @@ def activation(gate, up, ACTIVATION: tl.constexpr):
     return value
 
 
-@triton.jit(do_not_specialize=["rank", "experts", "epoch_word", "ready_word", "data_offset"])
+@triton.jit(do_not_specialize=_PLACES)
 def up_kernel(
     weight,
     bias,

@@ -30,8 +30,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .signals import FLAG_WORDS, READY, count_in, memory, signal, wait_at_least, words
+from .signals import FLAG_WORDS, PLACES, READY, count_in, memory, signal, wait_at_least, words
 from .tiles import first_tile
+
+_PLACES = [*PLACES, "count", "closing", "experts", "tokens", "region_bytes"]
+
 
 #: As in ``planning.routing``: rows from which a segment is cut, and its most pieces.
 PIECE_ROWS, MAX_PIECES = tl.constexpr(1024), tl.constexpr(4)
@@ -141,7 +144,7 @@ def push_rows_kernel(
             done += blocks
 
 
-@triton.jit(do_not_specialize=["rank", "closing", "epoch_word", "ready_word"])
+@triton.jit(do_not_specialize=_PLACES)
 def await_kernel(
     bases, rank, world_size, closing, epoch_word, ready_word, chunks, limit, record
 ):  # fmt: skip
@@ -157,7 +160,7 @@ def await_kernel(
             ok = wait_at_least(flag, epoch, limit, record, READY, source, closing)
 
 
-@triton.jit(do_not_specialize=["rank", "experts", "rows", "data_offset"])
+@triton.jit(do_not_specialize=_PLACES)
 def take_kernel(
     out,
     first_E,
@@ -192,7 +195,7 @@ def take_kernel(
             tl.store(out + place, value, mask=(row < rows)[:, None] & exists)
 
 
-@triton.jit(do_not_specialize=["rank", "tokens", "data_offset"])
+@triton.jit(do_not_specialize=_PLACES)
 def sum_kernel(
     slot,
     weights,

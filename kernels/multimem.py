@@ -26,7 +26,9 @@ import triton
 import triton.language as tl
 
 from .collectives import await_piece, copy_piece, part_of, span_of
-from .signals import FLAG_WORDS, memory, signal, words
+from .signals import FLAG_WORDS, PLACES, memory, signal, words
+
+_PLACES = [*PLACES, "size", "total", "piece_size", "region_bytes", "multicast"]
 
 
 @triton.jit
@@ -71,7 +73,7 @@ def take_block(source, target, first, stop, scale, OP: tl.constexpr, SIZE: tl.co
     tl.store(target + i, value, mask=i < stop)
 
 
-@triton.jit(do_not_specialize=["rank", "epoch_word", "ready_word", "data_offset"])
+@triton.jit(do_not_specialize=_PLACES)
 def multimem_kernel(
     x,
     out,

@@ -29,7 +29,9 @@ import triton
 import triton.language as tl
 
 from .collectives import await_piece, combine, part_of, span_of
-from .signals import FLAG_WORDS, memory, signal, words
+from .signals import FLAG_WORDS, PLACES, memory, signal, words
+
+_PLACES = [*PLACES, "size", "total", "piece_size", "region_bytes"]
 
 
 @triton.jit
@@ -59,7 +61,7 @@ def pass_block(received, target, out, first, stop, on, SIZE: tl.constexpr):
     tl.store(target + i, value, mask=(i < stop) & on)
 
 
-@triton.jit(do_not_specialize=["rank", "epoch_word", "ready_word", "data_offset"])
+@triton.jit(do_not_specialize=_PLACES)
 def ring_kernel(
     x,
     out,
