@@ -142,12 +142,6 @@ def _return_signalled_first() -> Iterator[None]:
         yield
 
 
-def _consumed_without_waiting(self: Rows) -> None:
-    """Consumed as soon as a rank's pieces were read, though a source may still be writing none."""
-    for peer in self._peers:
-        self.call.consumed(peer)
-
-
 @contextlib.contextmanager
 def _consumed_first() -> Iterator[None]:
     send = Rows.send
