@@ -6,7 +6,8 @@ equally often) or skewed (as 1, 1/2, 1/3 …: most rows go to the first rank). T
     moe_ffn    the library's op as a user calls it
     usual      permute, count exchange, all_to_all_single on gloo, experts, and the way back,
                written with torch alone; experts by a loop of mm, and by F.grouped_mm
-    experts    the experts' products and activation alone, on rows that are there, in both ways
+    experts    the experts' products and activation alone, on rows and (for the loop) into memory
+               that are there, in both ways
     copies     what even a perfect layer must do besides: write every row once, read every row once
 
 so usual / moe_ffn, with the faster of the two ways, is the speedup; experts / moe_ffn the

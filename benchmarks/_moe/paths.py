@@ -42,7 +42,7 @@ def layer(tokens: int, top_k: int, routing: str, options: Options, ranks: Ranks)
     paths = {"moe_ffn": Path(fused, right, bound), "copies": Path(copies)}
     for name, make in usual.EXPERTS_BY.items():
         run = make(w13, w2)
-        paths[f"experts, {name}"] = Path(lambda run=run: run(arrived, counts))  # type: ignore[misc]
+        paths[f"experts, {name}"] = Path(lambda run=run: run(arrived, counts, finished))  # type: ignore[misc]
         paths[f"usual, {name}"] = Path(
             lambda run=run: usual.moe_ffn(x, ids, weights, run),  # type: ignore[misc]
             right,

@@ -59,6 +59,8 @@ def choose(seed: int, tokens: int, top_k: int, routing: str) -> torch.Tensor:
 def prepare(
     rank: int, world_size: int, tokens: int, top_k: int, routing: str, dtype: torch.dtype
 ) -> Problem:
+    if EXPERTS % world_size:
+        raise ValueError(f"{EXPERTS} experts are spread evenly: --ranks must divide it")
     ids = [choose(r, tokens, top_k, routing) for r in range(world_size)]
     generator = torch.Generator().manual_seed(1000 + rank)
     weights = torch.rand(tokens, top_k, generator=generator) + 0.1

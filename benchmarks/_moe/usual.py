@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from fusedcomm.benchmarks._moe.problem import EXPERTS, FFN
 
-#: (rows [R, hidden], rows of each expert) -> [R, hidden]
-Experts = Callable[[torch.Tensor, list[int]], torch.Tensor]
+#: (rows [R, hidden], rows of each expert, memory for the result or None) -> [R, hidden]
+Experts = Callable[[torch.Tensor, list[int], torch.Tensor | None], torch.Tensor]
 
 
 class Sent(NamedTuple):
@@ -58,14 +58,14 @@ def moe_ffn(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Experts
 ) -> torch.Tensor:
     sent = dispatch(x, ids)
-    return combine(experts(sent.rows, sent.counts), sent, weights)
+    return combine(experts(sent.rows, sent.counts, None), sent, weights)
 
 
 def loop_of_mm(w13: torch.Tensor, w2: torch.Tensor) -> Experts:
-    """A product for each expert, into memory that is there already."""
+    """A product for each expert."""
 
-    def run(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        h, begin = torch.empty_like(rows), 0
+    def run(rows: torch.Tensor, counts: list[int], out: torch.Tensor | None) -> torch.Tensor:
+        h, begin = torch.empty_like(rows) if out is None else out, 0
         for expert, count in enumerate(counts):
             part = slice(begin, begin + count)
             z = torch.mm(rows[part], w13[expert].t())
@@ -78,9 +78,9 @@ def loop_of_mm(w13: torch.Tensor, w2: torch.Tensor) -> Experts:
 
 
 def grouped_mm(w13: torch.Tensor, w2: torch.Tensor) -> Experts:
-    """torch's grouped product."""
+    """torch's grouped product, which makes its own memory."""
 
-    def run(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def run(rows: torch.Tensor, counts: list[int], out: torch.Tensor | None) -> torch.Tensor:
         offs = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         z = F.grouped_mm(rows, w13.transpose(1, 2), offs=offs)
         a = F.silu(z[:, :FFN]).mul_(z[:, FFN:])

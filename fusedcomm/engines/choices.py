@@ -33,8 +33,8 @@ def sum_choices(
         keep: whether to return the rows as well.
 
     Returns:
-        y ``[T, hidden]``, and the rows by token and choice ``[T, k, hidden]``, zeros for a choice
-        of no expert, or an empty tensor.
+        y ``[T, hidden]``, and the rows by token and choice ``[T, k, hidden]`` (anything for a
+        choice of no expert), or an empty tensor.
     """
     (tokens, k), hidden = slot.shape, rows.shape[1]
     kept = rows.new_empty((tokens, k, hidden) if keep else (0,))
@@ -45,8 +45,6 @@ def sum_choices(
     if keep:
         flat = kept.view(tokens * k, hidden)
         torch.index_select(rows, 0, slot.clamp(min=0).reshape(-1), out=flat)
-        if some_missing:
-            flat[missing.reshape(-1)] = 0.0
     if weights is not None:
         weights = weights.to(torch.promote_types(rows.dtype, torch.float32))
     if not some_missing:
