@@ -7,7 +7,10 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm as fc
+from fusedcomm.engines.host import collectives as host
+from fusedcomm.planning.collectives import Plan
 from fusedcomm.programs import ALGORITHMS
+from fusedcomm.programs.all_reduce import Domains
 from tests.conftest import Pools
 from tests.ranks.collective_calls import (
     Checker,
@@ -16,6 +19,8 @@ from tests.ranks.collective_calls import (
     check_dtypes,
     check_shapes,
     draw,
+    reduced,
+    small_slots,
 )
 
 
@@ -35,6 +40,30 @@ def test_dtypes(pools: Pools, world_size: int, engine: str) -> None:
 @pytest.mark.parametrize("slot", [None, 96], ids=["one piece", "pieces"])
 def test_algorithms(pools: Pools, world_size: int, slot: int | None) -> None:
     pools(world_size).run(check_algorithms, slot, timeout_s=120)
+
+
+def with_domains(rank: int, domains: Domains, slot_bytes: int | None) -> None:
+    """The hierarchical program on shared memory, where domains are only a pattern of messages."""
+    comm = fc.Communicator.of()
+    for size in (0, 1, 10, 77):
+        for dtype in (torch.float32, torch.bfloat16):
+            text = f"a program {size} {dtype} {domains}"
+            plan = Plan(text, "host", "hierarchical", domains, "it is a test")
+            xs = [draw((text, r), (size,), dtype) for r in range(comm.world_size)]
+            out = torch.empty(size, dtype=dtype)
+            with small_slots(slot_bytes):
+                host.all_reduce(comm, plan, xs[rank], out, "sum")
+            assert torch.equal(out, reduced(xs, "sum")), (text, out)
+
+
+@pytest.mark.parametrize("slot", [None, 64], ids=["one piece", "pieces"])
+@pytest.mark.parametrize(
+    "domains",
+    [((0, 1), (2, 3)), ((0, 2), (3, 1)), ((0,), (1,), (2, 3)), ((0, 1), (2,)), ((2,), (0,), (1,))],
+    ids=str,
+)
+def test_hierarchical_programs(pools: Pools, domains: Domains, slot: int | None) -> None:
+    pools(sum(map(len, domains))).run(with_domains, domains, slot)
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
