@@ -47,7 +47,9 @@ def combine(parts: Sequence[Tensor], targets: Sequence[Tensor], op: str, divisor
         if divisor > 1:
             first.div_(divisor)
         return
-    wide = torch.float32 if halves and op in ("sum", "avg") else first.dtype
+    # Two halves are added in float32 by torch itself.
+    widened = halves and op in ("sum", "avg") and (len(parts) > 2 or divisor > 1)
+    wide = torch.float32 if widened else first.dtype
     if size * wide.itemsize > BLOCK_BYTES and first.shape[0] == 1 and first.dim() > 1:
         # Blocks are cut along rows.
         parts, targets = [part[0] for part in parts], [target[0] for target in targets]
