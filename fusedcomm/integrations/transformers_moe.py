@@ -119,9 +119,8 @@ class FusedExpertParallelism(EPImplementation):
         """The experts' forward on the rows that came, each for one local expert, with weight 1."""
         empty = rows.shape[0] == 0
         if empty:
-            # One row of zeros that is cut off again: the experts' gradients are zeros then, and the
-            # rows' gradient goes back to the peers, which await it.
-            rows = rows.sum(0, keepdim=True)
+            # One row of zeros, cut off again: the experts' gradients are then zeros, not None.
+            rows = rows.new_zeros(1, rows.shape[1])
             ids = torch.zeros(1, dtype=torch.int64, device=rows.device)
         else:
             ids = torch.arange(len(counts), device=rows.device).repeat_interleave(counts)

@@ -226,6 +226,5 @@ def expert_by_expert(rows: Tensor, offs: Tensor, expert: Callable[[int, Tensor],
     stops = offs.tolist()
     bounds = zip([0, *stops[:-1]], stops, strict=True)
     found = [expert(i, rows[start:stop]) for i, (start, stop) in enumerate(bounds)]
-    # This keeps the graph whole where a rank has no experts, too: its peers await it in backward.
     behind = rows[stops[-1] if stops else 0 :] * 0.0
     return torch.cat([*found, behind])

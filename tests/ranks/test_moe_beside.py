@@ -65,11 +65,12 @@ def check_rows_are_there(rank: int) -> None:
         assert torch.equal(fc.moe_ffn(**call, beside=beside)[0], plain)
 
 
-def check_without_overlap(rank: int) -> None:
+def check_other_engines(rank: int, engine: str) -> None:
     comm = fc.Communicator.of()
     call = arguments(rank, comm.world_size)
-    y, result = fc.moe_ffn(**call, beside=lambda: "done", engine="plain")
-    torch.testing.assert_close(y, fc.moe_ffn(**call))
+    call |= {n: v.float() for n, v in call.items() if n in ("x", "topk_weights", "w13", "w2")}
+    y, result = fc.moe_ffn(**call, beside=lambda: "done", engine=engine)
+    torch.testing.assert_close(y, fc.moe_ffn(**call, engine="host"))
     assert result == "done"
 
 
@@ -126,8 +127,9 @@ def test_a_shared_expert_runs_beside_the_experts(pools: Pools) -> None:
     pools(2).run(check_module)
 
 
-def test_the_engine_without_overlap(pools: Pools) -> None:
-    pools(2).run(check_without_overlap)
+def test_other_engines(pools: Pools) -> None:
+    pools(2).run(check_other_engines, "plain")
+    pools(2, TRITON_INTERPRET="1").run(check_other_engines, "triton")
 
 
 def test_another_mixture_inside(pools: Pools) -> None:

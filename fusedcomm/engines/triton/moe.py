@@ -60,6 +60,12 @@ def combine(
         return _sum(returns, h, weights, routed, keep)
 
 
+def moe_send(comm: Communicator, plan: Plan, x: Tensor, routed: Routed) -> int:
+    """Nothing sets out early here: rows and products are launched together, and a product awaits
+    its rows on the device. What is to run beside them goes on a stream of its own."""
+    return -1
+
+
 def moe_ffn(
     comm: Communicator,
     plan: Plan,
@@ -69,6 +75,7 @@ def moe_ffn(
     routed: Routed,
     keep_rows: bool,
     keep_choices: bool,
+    sent: int | None = None,
 ) -> list[Tensor]:
     """y ``[T, hidden]``, and what the backward pass needs; see the host engine."""
     hidden, total = x.shape[1], routed.received(comm.rank)
