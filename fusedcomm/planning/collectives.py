@@ -95,9 +95,10 @@ def _decide(
 ) -> Plan:
     chosen, reason = choose_engine(comm, device, dtype, engine, across=True)
     several = chosen == "host" and comm.inside is not None
-    lacking = _multimem_obstacle(comm, chosen, reason, dtype, details)
-    if algorithm == "multimem" and lacking:
-        raise ValueError(f"algorithm='multimem' cannot be had: {lacking}")
+    if algorithm == "multimem":
+        lacking = _multimem_obstacle(comm, chosen, reason, dtype, details)
+        if lacking:
+            raise ValueError(f"algorithm='multimem' cannot be had: {lacking}")
     if chosen == "plain":
         if algorithm not in ("auto", "direct"):
             raise ValueError(
@@ -117,8 +118,7 @@ def _decide(
             f'algorithm={algorithm!r} has no kernel; engine="triton" takes {", ".join(KERNELS)}'
         )
     elif algorithm == "auto":
-        candidates = _SHARED if lacking else (*_SHARED, "multimem")
-        algorithm, why = choose_algorithm(comm, size * dtype.itemsize, candidates)
+        algorithm, why = choose_algorithm(comm, size * dtype.itemsize)
         reason = f"{reason}; {why}"
     words = [str(list(d)) if isinstance(d, tuple) else str(d) for d in details]
     text = f"{op} {dtype} {' '.join(words)}, engine {chosen} {algorithm}"
@@ -126,14 +126,14 @@ def _decide(
     return Plan(text, chosen, algorithm, domains, reason)
 
 
-def choose_algorithm(
-    comm: Communicator, nbytes: int, candidates: tuple[str, ...] = _SHARED
-) -> tuple[str, str]:
+def choose_algorithm(comm: Communicator, nbytes: int) -> tuple[str, str]:
     """The all-reduce algorithm for a vector of ``nbytes``, and a sentence of reason.
 
-    All ranks of ``comm`` share memory, so that, by any topology's costs, these are the fastest.
+    All ranks of ``comm`` share memory, so that, by any topology's costs, these two are the fastest,
+    but for ``multimem``. That is to be had by name only until it has run on a switch: whether torch
+    finds a multicast pointer shows when memory is allocated, and no rank may fail by default.
     """
-    choice = choose("all_reduce", nbytes, comm.world_size, comm.topology, candidates)
+    choice = choose("all_reduce", nbytes, comm.world_size, comm.topology, _SHARED)
     return choice.algorithm, choice.reason
 
 
