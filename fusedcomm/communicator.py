@@ -73,7 +73,8 @@ class Communicator:
         topology: which ranks can address each other, and over which links.
         shares_memory: whether all ranks can address each other: the group is a single domain.
         inside: for engines: the communicator of this rank's own domain, where the group is cut into
-            several of equal size; else None.
+            several of equal size; else None. It is no group that an operation can be given.
+        is_part: whether this is such a communicator.
         between: for engines: what connects this rank to its counterparts in the other domains; None
             where ``inside`` is.
         check: whether calls on GPU tensors wait on the host until every rank has made the same one,
@@ -114,6 +115,7 @@ class Communicator:
         self._closed = False
         self._pid = os.getpid()
         self.inside: Communicator | None = None
+        self.is_part = False
         self.between: Between | None = None
         self.shares_memory = len(topology.domains) == 1
         if self.shares_memory:
@@ -143,6 +145,7 @@ class Communicator:
             inside.close()
             raise
         self.inside = inside
+        inside.is_part = True
         inside._watch.alarm = self.between.alarm
 
     def _between(self, place: Place, local: int, timeout_s: float) -> Between:
@@ -608,6 +611,8 @@ class Communicator:
 
     def __repr__(self) -> str:
         channel = f", channel={self.channel!r}" if self.channel else ""
+        if len(self.topology.domains) > 1:
+            channel += f", domains={len(self.topology.domains)}"
         return f"Communicator(rank={self.rank}, world_size={self.world_size}{channel})"
 
     def require_usable(self) -> None:

@@ -24,6 +24,10 @@ def address_of(group: Any) -> Address:
     """The address of a usable communicator: of a group, or one that is given itself."""
     comm = group if isinstance(group, Communicator) else Communicator.of(group)
     comm.require_usable()
+    if comm.is_part:
+        raise ValueError(
+            "this communicator is that of one domain of a group, for engines: give the group's own"
+        )
     return Address(comm.group.group_name, comm.channel, comm.rank, comm.world_size)
 
 

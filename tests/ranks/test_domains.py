@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import fusedcomm as fc
@@ -55,6 +56,9 @@ def check_declared(rank: int, domains: list[list[int]], variable: str | None) ->
             comm.barrier()
             with pytest.raises(ValueError, match="share"):
                 comm.symmetric_empty(1)
+            with pytest.raises(ValueError, match="one domain of a group"):
+                fc.all_reduce(torch.ones(1), group=comm.inside)
+            assert "domains=2" in repr(comm)
             inside = comm.inside
             del shared
             comm.close()
