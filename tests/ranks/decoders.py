@@ -115,10 +115,10 @@ class Block(nn.Module):
 class HandBuilt(nn.Module):
     """All parts at the top; called with ids ``[batch, T]`` or ``[T]``, returns logits."""
 
-    def __init__(self, head: bool = True) -> None:
+    def __init__(self, head: bool = True, layers: int = 2) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCABULARY, 24)
-        self.layers = nn.ModuleList(Block(24, 40, 12, 6) for _ in range(2))
+        self.layers = nn.ModuleList(Block(24, 40, 12, 6) for _ in range(layers))
         self.norm = nn.LayerNorm(24, bias=False)
         self.lm_head = nn.Linear(24, VOCABULARY) if head else None
 

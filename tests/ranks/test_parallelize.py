@@ -119,7 +119,7 @@ def check_hugging_face(rank: int, name: str, as_dtensors: bool, directory: str) 
 
 
 @pytest.mark.parametrize("as_dtensors", [True, False], ids=["dtensors", "plain"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", ["llama with biases, tied", "qwen3"])
 def test_hugging_face(
     pools: Pools, tmp_path: Path, name: str, world_size: int, as_dtensors: bool
@@ -299,7 +299,7 @@ def test_state_and_copies(pools: Pools, world_size: int) -> None:
 
 def check_compiled(rank: int) -> None:
     """One graph for every length, and the same bits forward and backward."""
-    cut = fc.parallelize(hand_built(), mesh(), logits="local")
+    cut = fc.parallelize(hand_built(layers=1), mesh(), logits="local")
     compiled = torch.compile(cut, backend="aot_eager", fullgraph=True, dynamic=True)
     found = []
     for model in (cut, compiled):
