@@ -36,7 +36,7 @@ def combine(parts: Sequence[Tensor], targets: Sequence[Tensor], op: str, divisor
     size = first.numel()
     if not size:
         return
-    if len(parts) == 1 and len(targets) == 1:
+    if len(parts) == 1 and len(targets) == 1 and divisor == 1:
         first.copy_(parts[0])
         return
     function = _FUNCTIONS[op]
