@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -17,43 +17,15 @@ import torch.distributed as dist
 
 import fusedcomm as fc
 from fusedcomm.ops.library import tensor_parallel as library
+from tests.gpu import exchange_checks
+from tests.gpu.common import DEVICE, captured, comm_of, settle
 from tests.gpu.running import Check
 from tests.ranks.cases import OPS, Case
 from tests.ranks.checking import check as check_cases
 from tests.ranks.checking import check_planned
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-#: Seconds after which a wait that should end is given up.
-LIMIT_S = 30.0
 #: Rounds of calls under skew, and replays of a graph.
 ROUNDS, REPLAYS = 200, 12
-
-
-def settle() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
-def captured(
-    calls: Callable[[], list[torch.Tensor]],
-) -> tuple[Callable[[], None], list[torch.Tensor]]:
-    """Capture ``calls`` in a graph: what replays it, and the results that a replay writes anew."""
-    if DEVICE == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = calls()
-        return graph.replay, found
-    results = calls()
-
-    def again() -> None:
-        for result, value in zip(results, calls(), strict=True):
-            result.copy_(value)
-
-    return again, results
-
-
-def comm_of(channel: str = "", timeout_s: float = LIMIT_S) -> fc.Communicator:
-    return fc.Communicator.of(channel=channel, timeout_s=timeout_s)
 
 
 def cases(dtype: torch.dtype) -> list[Case]:
@@ -388,6 +360,7 @@ CHECKS: dict[str, Check] = {
         graph_mixed_with_eager,
         graph_of_three_layers,
         growth_during_capture,
+        *exchange_checks.CHECKS,
         float32,
         float16,
         pieces,

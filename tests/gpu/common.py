@@ -1,0 +1,40 @@
+"""What the checks on GPUs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import fusedcomm as fc
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: Seconds after which a wait that should end is given up.
+LIMIT_S = 30.0
+
+
+def settle() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def captured(
+    calls: Callable[[], list[torch.Tensor]],
+) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    """Capture ``calls`` in a graph: what replays it, and the results that a replay writes anew."""
+    if DEVICE == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = calls()
+        return graph.replay, found
+    results = calls()
+
+    def again() -> None:
+        for result, value in zip(results, calls(), strict=True):
+            result.copy_(value)
+
+    return again, results
+
+
+def comm_of(channel: str = "", timeout_s: float = LIMIT_S) -> fc.Communicator:
+    return fc.Communicator.of(channel=channel, timeout_s=timeout_s)
