@@ -83,9 +83,8 @@ def _sum_widened(rows: Tensor, index: Tensor, weights: Tensor | None, ends: Tens
         part = slice(begin, limits[last - 1])
         wide = rows.index_select(0, index[part]).float()
         factors = None if weights is None else weights[part]
-        bags = torch.tensor([0, *limits[bag : last - 1]]) - begin
-        bags[0] = 0
-        local = torch.arange(len(wide))
+        bags = torch.tensor([begin, *limits[bag : last - 1]], device=rows.device) - begin
+        local = torch.arange(len(wide), device=rows.device)
         y[bag:last] = F.embedding_bag(local, wide, bags, mode="sum", per_sample_weights=factors)
         bag, begin = last, limits[last - 1]
     return y

@@ -213,3 +213,20 @@ def test_experts_begin_with_who_is_early(pools: Pools) -> None:
     found = pools(3).run(spans_before)[0]
     order = [name for name in found if "expert 0" in name]
     assert order == [f"gemm expert 0, rows {rows}" for rows in ("0:6", "12:18", "6:12")], found
+
+
+def arrows(rank: int) -> tuple[int, int]:
+    """Waits in the timeline of all ranks, and how many of them have their signal in it."""
+    case = Case("moe_ffn", (30, 12), experts=5)
+    problem = Problem.of(case, dist.get_world_size())
+    with fc.trace() as recorded:
+        call(case, problem, rank, dist.get_world_size())
+    events = recorded.gather().events
+    signals = {event.info["signal"] for event in events if "signal" in event.info}
+    waits = [event.info["awaits"] for event in events if "awaits" in event.info]
+    return len(waits), sum(wait in signals for wait in waits)
+
+
+def test_the_timeline_ties_waits_to_signals(pools: Pools) -> None:
+    for waits, tied in pools(3).run(arrows):
+        assert waits == tied and waits > 20

@@ -97,28 +97,29 @@ class Rows:
         """
         for peer in self._peers:
             self.call.await_reader(peer)
-            flag = self.call.flag(self.rank, self._closing, peer)
-            with span("copy", f"rows for rank {peer}", rank=self.rank, signal=flag):
-                self._send_to(peer, self._region(peer), x, scale)
+            self._send_to(peer, self._region(peer), x, scale)
             self.call.signal(peer, self._closing)
-        with span("copy", "own rows", rank=self.rank):
-            self._send_to(self.rank, self._region(self.rank) if own is None else own, x, scale)
+        self._send_to(self.rank, self._region(self.rank) if own is None else own, x, scale)
         self.own = self.call.read(
             self.rank, 0, (self._received[self.rank], self._hidden), self._dtype
         )
 
     def _send_to(self, peer: int, region: Tensor, x: Tensor, scale: Tensor | None) -> None:
         tokens = self._routed.tokens
+        name = "own rows" if peer == self.rank else f"rows for rank {peer}"
         for expert, rows, sent, begin in self._routed.layout.segments(self.rank, peer):
             for number, first, last in pieces(rows):
                 part = slice(sent + first, sent + last)
                 out = region[begin + first : begin + last]
-                if scale is None:
-                    torch.index_select(x, 0, tokens[part], out=out)
-                else:
-                    torch.mul(x.index_select(0, tokens[part]), scale[part], out=out)
+                flag = chunk(expert, number)
+                named = self.call.flag(self.rank, flag, peer)
+                with span("copy", name, rank=self.rank, signal=named):
+                    if scale is None:
+                        torch.index_select(x, 0, tokens[part], out=out)
+                    else:
+                        torch.mul(x.index_select(0, tokens[part]), scale[part], out=out)
                 if peer != self.rank:
-                    self.call.signal(peer, chunk(expert, number))
+                    self.call.signal(peer, flag)
 
     def has(self, piece: Piece) -> bool:
         """Whether ``await_piece`` would return at once."""
@@ -173,7 +174,9 @@ class Returns:
     def signal(self, source: int) -> None:
         """Tell a source that all its rows are back."""
         if source != self.rank:
-            self.call.signal(source, self._closing)
+            flag = self.call.flag(self.rank, self._closing, source)
+            with span("copy", f"all rows are back on rank {source}", rank=self.rank, signal=flag):
+                self.call.signal(source, self._closing)
 
     def sum(self, weights: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
         """Await all rows and add them up; see ``sum_choices``."""
