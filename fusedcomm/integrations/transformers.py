@@ -203,6 +203,11 @@ def plan(config: Any, tp_size: int, *, auto_class: Any = AutoModelForCausalLM) -
             f"transformers has no tensor-parallel plan for {type(model).__name__}; write one, as "
             "in {'encoder.layer.*.attention.self.query': 'fused_colwise', …}"
         )
+    embedding = model.get_input_embeddings()
+    if type(embedding) is nn.Embedding:  # Older releases have no rule for it.
+        name = next(name for name, module in model.named_modules() if module is embedding)
+        if name not in model.tp_plan:
+            found[name] = "fused_embedding"
     text = config.get_text_config()
     heads = (text.num_attention_heads, getattr(text, "num_key_value_heads", None))
     if all(count is None or count % tp_size == 0 for count in heads):
