@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .signals import FLAG_WORDS, PLACES, READY, count_in, memory, signal, wait_at_least, words
-from .tiles import accumulate, block_of, first_tile, segment_rows, tile_position
+from .tiles import accumulate, accumulate_rest, block_of, first_tile, segment_rows, tile_position
 
 
 @triton.jit(do_not_specialize=PLACES)
@@ -194,8 +194,7 @@ def weight_grad_kernel(
     epoch = tl.load(own + epoch_word)
     ok = tl.load(record) == 0
     k_blocks = tl.cdiv(K, BK)
-    n, n_exists = block_of(tl.program_id(0) // k_blocks, N, BN)
-    k, k_exists = block_of(tl.program_id(0) % k_blocks, K, BK)
+    n_block, k_block = tl.program_id(0) // k_blocks, tl.program_id(0) % k_blocks
     total_NK = tl.zeros((BN, BK), dtype=tl.float32)
     for segment in range(0, world_size * pieces):
         source = (rank + segment // pieces) % world_size
@@ -205,14 +204,20 @@ def weight_grad_kernel(
             flag = own + ready_word + (source * chunks + piece) * FLAG_WORDS
             ok = wait_at_least(flag, epoch, limit, record, READY, source, piece)
         a = segment_data(x, bases, rank, source, piece, piece_rows, K, data_offset, region_bytes)
-        for start in range(0, tl.where(ok, rows, 0), BM):
-            m = start + tl.arange(0, BM)
-            o_NM = other + n[:, None] * stride_on + (first + m)[None, :].to(tl.int64) * stride_om
-            a_MK = a + m[:, None].to(tl.int64) * K + k[None, :]
-            m_exists = m < rows
-            left = tl.load(o_NM, mask=n_exists[:, None] & m_exists[None, :], other=0.0)
-            right = tl.load(a_MK, mask=m_exists[:, None] & k_exists[None, :], other=0.0)
-            total_NK = tl.dot(left, right, total_NK, input_precision=PRECISION)
+        left = other + first.to(tl.int64) * stride_om
+        rows = tl.where(ok & (N > 0) & (K > 0), rows, 0)  # an empty gradient has a program too
+        rest = rows % BM  # apart, so that the loop needs no masks
+        total_NK = accumulate(
+            total_NK, left, a, n_block, k_block, N, K, rows - rest,
+            stride_on, 1, K, BN, BK, BM, True, PRECISION, stride_om,
+        )  # fmt: skip
+        if rest > 0:
+            total_NK = accumulate_rest(
+                total_NK, left, a, n_block, k_block, N, K, rows, rest,
+                stride_on, stride_om, 1, K, BN, BK, BM, PRECISION,
+            )  # fmt: skip
+    n, n_exists = block_of(n_block, N, BN)
+    k, k_exists = block_of(k_block, K, BK)
     place_NK = grad + n[:, None].to(tl.int64) * stride_gn + k[None, :].to(tl.int64) * stride_gk
     mask_NK = n_exists[:, None] & k_exists[None, :] & ok
     tl.store(place_NK, total_NK.to(grad.dtype.element_ty), mask=mask_NK)

@@ -35,6 +35,23 @@ def first_tile(program, done, programs):
 
 
 @triton.jit
+def operands(
+    a, w, row_block, column_block, rows, N, stride_am, stride_ak, stride_wn, stride_wk,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Pointers to a tile's first step along K: a ``[BM, BK]`` and w ``[BK, BN]``.
+
+    Rows and columns past the edge are wrapped around; whoever stores the product masks them.
+    """
+    m = (row_block * BM + tl.arange(0, BM)) % rows
+    n = (column_block * BN + tl.arange(0, BN)) % N
+    k = tl.arange(0, BK)
+    a_MK = a + m[:, None].to(tl.int64) * stride_am + k[None, :].to(tl.int64) * stride_ak
+    w_KN = w + n[None, :].to(tl.int64) * stride_wn + k[:, None].to(tl.int64) * stride_wk
+    return a_MK, w_KN
+
+
+@triton.jit
 def accumulate(
     total_MN,
     a,
@@ -52,27 +69,52 @@ def accumulate(
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    stride_ak=1,
 ):
     """``total + A[rows, K] · W[columns, K]ᵀ`` for one tile, float32 ``[BM, BN]``.
 
-    ``rows`` and ``N`` must not be 0; rows of A are contiguous.
-
-    Rows and columns past the edge are computed on wrapped-around data; the caller masks its store.
+    ``rows`` and ``N`` must not be 0. What lies past the edges is garbage. ``EVEN_K``: K is a
+    multiple of BK.
     """
-    m = (row_block * BM + tl.arange(0, BM)) % rows
-    n = (column_block * BN + tl.arange(0, BN)) % N
+    a_MK, w_KN = operands(
+        a, w, row_block, column_block, rows, N, stride_am, stride_ak, stride_wn, stride_wk,
+        BM, BN, BK,
+    )  # fmt: skip
     k = tl.arange(0, BK)
-    a_MK = a + m[:, None].to(tl.int64) * stride_am + k[None, :]
-    w_KN = w + n[None, :].to(tl.int64) * stride_wn + k[:, None] * stride_wk
+    # How far along K, in elements. A stride that Triton knows to be 1 is an int here, and base +
+    # k in 32 bits is the shortest loop. With another one the product needs 64 bits; carried as a
+    # scalar it costs two instructions, while carried pointers cost two a load.
+    a_step, w_step = tl.zeros((), dtype=tl.int64), tl.zeros((), dtype=tl.int64)
+    a_stride, w_stride = tl.cast(stride_ak, tl.int64) * BK, tl.cast(stride_wk, tl.int64) * BK
     for start in range(0, K, BK):
+        x_MK = a_MK + (start if isinstance(stride_ak, int) else a_step)
+        y_KN = w_KN + (start if isinstance(stride_wk, int) else w_step)
         if EVEN_K:
-            x = tl.load(a_MK + start)
-            y = tl.load(w_KN + start * stride_wk)
+            y, x = tl.load(y_KN), tl.load(x_MK)  # this order leaves fewer moves in the loop
         else:
-            x = tl.load(a_MK + start, mask=k[None, :] < K - start, other=0.0)
-            y = tl.load(w_KN + start * stride_wk, mask=k[:, None] < K - start, other=0.0)
+            x = tl.load(x_MK, mask=k[None, :] < K - start, other=0.0)
+            y = tl.load(y_KN, mask=k[:, None] < K - start, other=0.0)
         total_MN = tl.dot(x, y, total_MN, input_precision=PRECISION)
+        a_step += a_stride
+        w_step += w_stride
     return total_MN
+
+
+@triton.jit
+def accumulate_rest(
+    total_MN, a, w, row_block, column_block, rows, N, K, rest,
+    stride_am, stride_ak, stride_wn, stride_wk,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What ``accumulate`` with EVEN_K leaves over: the last ``rest`` of K, less than BK."""
+    a_MK, w_KN = operands(
+        a + tl.cast(K - rest, tl.int64) * stride_ak, w + tl.cast(K - rest, tl.int64) * stride_wk,
+        row_block, column_block, rows, N, stride_am, stride_ak, stride_wn, stride_wk, BM, BN, BK,
+    )  # fmt: skip
+    k = tl.arange(0, BK)
+    x = tl.load(a_MK, mask=k[None, :] < rest, other=0.0)
+    y = tl.load(w_KN, mask=k[:, None] < rest, other=0.0)
+    return tl.dot(x, y, total_MN, input_precision=PRECISION)
 
 
 @triton.jit
@@ -93,7 +135,7 @@ def block_of(block, size, SIZE: tl.constexpr):
     return index, index < size
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
 def linear_kernel(
     x,
     weight,
@@ -103,6 +145,7 @@ def linear_kernel(
     N,
     K,
     stride_xm,
+    stride_xk,
     stride_wn,
     stride_wk,
     stride_ym,
@@ -121,7 +164,7 @@ def linear_kernel(
         total_MN = tl.zeros((BM, BN), dtype=tl.float32)
         total_MN = accumulate(
             total_MN, x, weight, row_block, column_block, M, N, K,
-            stride_xm, stride_wn, stride_wk, BM, BN, BK, EVEN_K, PRECISION,
+            stride_xm, stride_wn, stride_wk, BM, BN, BK, EVEN_K, PRECISION, stride_xk,
         )  # fmt: skip
         n, n_exists = block_of(column_block, N, BN)
         m, m_exists = block_of(row_block, M, BM)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fusedcomm.engines.triton.config import Tiles
+from fusedcomm.engines.triton.config import Tiles, compiler_options
 
 Bounds = list[tuple[int, int]]
 
@@ -32,9 +32,19 @@ def meta(tiles: Tiles, *depths: int) -> dict[str, object]:
         "GROUP": tiles.group,
         "EVEN_K": all(depth % tiles.depth == 0 for depth in depths),
         "PRECISION": "ieee",
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
+        **compiler_options(tiles),
     }
+
+
+def product_of(weights: list[Tensor], epilogue: bool = False) -> str:
+    """The kind of product, as ``config.CHIPS`` has them.
+
+    Args:
+        epilogue: whether more than the accumulator is live as a tile is stored.
+    """
+    if epilogue or len(weights) > 1:
+        return "epilogue"
+    return "large" if weights[0].stride(1) == 1 else "transposed"
 
 
 def aligned(x: Tensor) -> Tensor:

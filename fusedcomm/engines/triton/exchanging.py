@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
+from fusedcomm.engines.triton.config import COLLECTIVE_REGISTERS
 from fusedcomm.engines.triton.launch import Launch
 from fusedcomm.planning.collectives import Plan
 from fusedcomm.planning.exchanges import ALIGN, Pieces
@@ -37,6 +38,7 @@ def common(launch: Launch, cut: Pieces) -> dict[str, Any]:
         "piece_size": cut.size,
         "BLOCK": cut.block,
         "num_warps": cut.warps,
+        **({} if launch.gpu is None else {"maxnreg": COLLECTIVE_REGISTERS}),
         **launch.ranks,
         **launch.flags,
         **launch.waits,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusedcomm.engines.triton.arguments import Bounds, blocks
-from fusedcomm.engines.triton.config import tiles_of
+from fusedcomm.engines.triton.config import compiler_options, tiles_of
 from fusedcomm.engines.triton.launch import Launch
 from fusedcomm.kernels import all_gather_linear as kernels
 from fusedcomm.planning.tensor_parallel import Plan
@@ -79,8 +79,7 @@ def weight_grad(
 ) -> None:
     """``grad[n, k] = Σ_t other[t, n] · gathered(x)[t, k]``, stored with ``strides`` (n, k)."""
     rows, columns = other.shape[1], x.shape[1]
-    tiles = tiles_of(x.device, x.dtype, rows, columns, cut["shard_rows"])
-    tiles = tiles._replace(columns=min(tiles.columns, 128))  # wider ones spill registers
+    tiles = tiles_of(x.device, x.dtype, rows, columns, cut["shard_rows"], "gradient")
     launch.run(
         kernels.weight_grad_kernel,
         blocks(rows, tiles.rows) * blocks(columns, tiles.columns),
@@ -100,8 +99,7 @@ def weight_grad(
         BN=tiles.rows,
         BK=tiles.columns,
         PRECISION="ieee",
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        **compiler_options(tiles),
         **cut,
         **launch.ranks,
         **launch.flags,

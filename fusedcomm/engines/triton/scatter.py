@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from fusedcomm.engines.products import sum_of_linears
-from fusedcomm.engines.triton.arguments import Bounds, aligned, meta, segments, weight_strides
+from fusedcomm.engines.triton.arguments import (
+    Bounds,
+    aligned,
+    meta,
+    product_of,
+    segments,
+    weight_strides,
+)
 from fusedcomm.engines.triton.config import tiles_of
 from fusedcomm.engines.triton.launch import DTYPES, Launch
 from fusedcomm.kernels import linear_reduce_scatter as kernels
@@ -51,7 +58,9 @@ def produce(
     features = weights[0].shape[0]
     tensors, numbers, depths = pairs_of(xs, weights)
     x = tensors["x0"]
-    tiles = tiles_of(x.device, x.dtype, bounds[0][1], features, max(depths))
+    used = [tensors[f"weight{pair}"] for pair in range(numbers["PAIRS"])]
+    product = product_of(used, init is not None or wire.itemsize > x.dtype.itemsize)
+    tiles = tiles_of(x.device, x.dtype, bounds[0][1], features, max(depths), product)
     cut = segments(bounds, plan.pieces, tiles.rows)
     launch.run(
         kernels.produce_kernel,

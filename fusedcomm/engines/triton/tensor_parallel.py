@@ -15,10 +15,11 @@ from fusedcomm.engines.triton.arguments import (
     aligned,
     blocks,
     meta,
+    product_of,
     segments,
     weight_strides,
 )
-from fusedcomm.engines.triton.config import tiles_of
+from fusedcomm.engines.triton.config import compiler_options, reduce_tiles, tiles_of
 from fusedcomm.engines.triton.gather import keep_rows, send_rows, weight_grad
 from fusedcomm.engines.triton.launch import DTYPES, launches
 from fusedcomm.engines.triton.scatter import pairs_of, produce, produce_and_copy
@@ -41,7 +42,7 @@ def all_gather_linear(
     x = aligned(x)
     ys = [x.new_empty(total, weight.shape[0]) for weight in weights]
     widest = max(weight.shape[0] for weight in weights)
-    tiles = tiles_of(x.device, x.dtype, bounds[0][1], widest, features)
+    tiles = tiles_of(x.device, x.dtype, bounds[0][1], widest, features, product_of(weights[:1]))
     cut = segments(bounds, plan.pieces, tiles.rows)
     space = scatter_space(bounds, features * x.dtype.itemsize, plan.pieces)
     gathered = x.new_empty(total, features) if return_gathered else None
@@ -115,7 +116,8 @@ def linear_reduce_scatter(
             # Not behind the reduction: should a copy need a multiprocessor, it must not have to get
             # one beside a kernel that waits for the other ranks' copies.
             launch.join()
-        rows, columns = min(cut["piece_rows"], 32), 128
+        tiles = reduce_tiles(y.device)
+        rows, columns = min(cut["piece_rows"], tiles.rows), tiles.columns
         launch.run(
             scatter_kernels.reduce_kernel,
             blocks(y.shape[0], rows) * blocks(features, columns),
@@ -130,6 +132,7 @@ def linear_reduce_scatter(
             WIRE=DTYPES[wire],
             BM=rows,
             BN=columns,
+            **compiler_options(tiles),
             **launch.ranks,
             **launch.flags,
             **launch.waits,
@@ -152,7 +155,8 @@ def linear_reduce_scatter_backward(
     dy = aligned(dy)
     dx = x.new_empty(total, weight.shape[1])
     dw = weight.new_empty(weight.shape)
-    tiles = tiles_of(dy.device, dy.dtype, bounds[0][1], weight.shape[1], features)
+    product = product_of([weight.t()])
+    tiles = tiles_of(dy.device, dy.dtype, bounds[0][1], weight.shape[1], features, product)
     cut = segments(bounds, plan.pieces, tiles.rows)
     space = scatter_space(bounds, features * dy.dtype.itemsize, plan.pieces)
     gathered = dy.new_empty(total, features) if need_bias else None
