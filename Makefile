@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | bench | gpu-check | clean.  Everything is installed in .venv, nothing outside.
+# make setup | demo | test | test-compile-all | lint | bench | gpu-check | clean.  Everything is installed in .venv, nothing outside.
 #   make test ARGS="-k shm"     make demo ARGS="--ranks 1"     make bench ARGS="tensor_parallel --quick"
 #   make test PYTHON=python3.12
 #   make gpu-check     on a machine with an NVIDIA GPU: uses its own torch and triton, installs nothing
@@ -28,7 +28,7 @@ SETUP := $(VENV)/setup-$(BUILD).stamp
 DEMO := $(VENV)/demo-$(BUILD).stamp
 MODELS := $(VENV)/models-$(BUILD).stamp
 
-.PHONY: setup demo test lint bench bench-collectives gpu-check clean
+.PHONY: setup demo test test-compile-all lint bench bench-collectives gpu-check clean
 .DELETE_ON_ERROR:
 
 setup: $(SETUP)
@@ -38,6 +38,20 @@ demo: $(DEMO)
 
 test: $(MODELS)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+
+# The oldest and the newest Triton served; each with nothing but what the compile tests need.
+COMPILE_VERSIONS := 3.6.0 3.9.0
+
+test-compile-all: $(COMPILE_VERSIONS:%=.venv-triton-%/setup.stamp)
+	for version in $(COMPILE_VERSIONS); do \
+	    .venv-triton-$$version/bin/python -m pytest --confcutdir=tests/compile tests/compile $(ARGS) \
+	        || exit 1; \
+	done
+
+.venv-triton-%/setup.stamp:
+	$(PYTHON) -m venv .venv-triton-$*
+	.venv-triton-$*/bin/python -m pip install triton==$* 'numpy<2.4' pytest
+	@touch $@
 
 lint: $(SETUP)
 	$(BIN)/ruff check .
@@ -60,7 +74,7 @@ bench-collectives: $(SETUP)
 	done
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-triton-* build dist out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

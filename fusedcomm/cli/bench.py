@@ -75,12 +75,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", type=Path, metavar="FILE", help="write everything, raw samples too"
     )
     parser.add_argument(
+        "--compile-report", action="store_true",
+        help="instead of measuring, compile the kernels for GPUs and print what their code is like",
+    )  # fmt: skip
+    parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the medians (PNG, SVG, PDF)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Do what the command line says; returns the exit code."""
+    if args.compile_report:
+        from fusedcomm.benchmarks._compiled.__main__ import print_report
+
+        if args.op is not None:
+            print(f"--compile-report measures no {args.op}: leave one out", file=sys.stderr)
+            return 2
+        return print_report(args.only, None, args.json)
     if args.calibrate:
         from fusedcomm.cli import calibrate
 
@@ -89,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
             return 2
         return calibrate.run(args.ranks, args.quick)
     if args.op is None:
-        print("name an OP to measure, or --calibrate; see --help", file=sys.stderr)
+        print("name an OP to measure, --calibrate or --compile-report; see --help", file=sys.stderr)
         return 2
     if args.op not in benchmarks.known():
         print(

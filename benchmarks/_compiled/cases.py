@@ -1,0 +1,290 @@
+"""Which kernels are compiled, with which arguments and tiles, and what each must contain.
+
+To add a kernel, add a ``Case`` below: its file and name, the dtypes of its pointers, its constants,
+and how many waits and signals stand in its source. Integers are int32 and, but for those that the
+kernel does not specialise, multiples of 16; ``units`` names the strides that are 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import triton.language as tl
+
+from . import loading
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel as it is compiled.
+
+    Attributes:
+        file, kernel: the module of ``kernels/`` and the function in it.
+        variant: what tells this case from others of the same kernel.
+        product: which tiles of ``engines/triton/config.py``, such as "large"; None for a kernel
+            without any, which brings BM, BN or BK among its constants.
+        plain: the case without signals that its K loop is compared with; None if it is one.
+        waits, signals: such calls in the source, those in functions that it calls included.
+        more: constants besides the tiles'.
+        units: arguments that are 1, as contiguous strides are.
+        pointers: argument -> Triton's type, of pointers and of whatever is no int32.
+        rest: it stores what is left over at the end singly.
+        chips: those that it can be compiled for; None says all.
+        extents: the constants that take the tiles' rows, columns and depth.
+        warps: of a kernel without tiles from the table.
+        options: further options for the compiler.
+        standard: held to the absolute bounds (16-bit, weights with contiguous rows, whole K steps).
+    """
+
+    file: str
+    kernel: str
+    variant: str = ""
+    product: str | None = None
+    plain: str | None = None
+    waits: int = 0
+    signals: int = 0
+    more: Mapping[str, Any] = field(default_factory=dict)
+    units: tuple[str, ...] = ()
+    pointers: Mapping[str, str] = field(default_factory=dict)
+    rest: bool = False
+    chips: tuple[str, ...] | None = None
+    extents: tuple[str, str, str] = ("BM", "BN", "BK")
+    warps: int = 4
+    options: Mapping[str, Any] = field(default_factory=dict)
+    standard: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}, {self.variant}" if self.variant else self.kernel
+
+    @property
+    def on_tensor_cores(self) -> bool:
+        """Whether it multiplies there: float32 in full precision does not, on NVIDIA's."""
+        return self.product not in (None, "float32", "reduce")
+
+    def function(self) -> Any:
+        """The ``triton.jit`` function."""
+        return getattr(loading.kernels(self.file), self.kernel)
+
+    def tiles(self, chip: str) -> Any:
+        """The tiles and the compiler's settings, as the engine chooses them on this chip."""
+        config = loading.config()
+        if self.product is None:
+            return config.Tiles(0, 0, 0, group=1, warps=self.warps, stages=3)
+        return config.CHIPS[chip][self.product]
+
+    def constants(self, chip: str) -> dict[str, Any]:
+        """The values of the kernel's compile-time constants."""
+        return {**self.more, **self._tile_constants(chip)}
+
+    def _tile_constants(self, chip: str) -> dict[str, Any]:
+        if self.product is None:
+            return {}
+        tiles = self.tiles(chip)
+        sizes = (tiles.rows, tiles.columns, tiles.depth)
+        known = {**dict(zip(self.extents, sizes, strict=True)), "GROUP": tiles.group}
+        taken = self.function().arg_names
+        return {name: value for name, value in known.items() if name in taken}
+
+    def ones(self) -> dict[str, int]:
+        return dict.fromkeys(self.units, 1)
+
+    def is_aligned(self, name: str) -> bool:
+        """Whether an argument is known to be a multiple of 16, as Triton finds at a launch."""
+        function = self.function()
+        number = function.arg_names.index(name)
+        if name in self.pointers:
+            return self.pointers[name].startswith("*")
+        return not function.params[number].do_not_specialize
+
+
+def _pointers(names: str, dtype: str = "bf16", **others: str) -> dict[str, str]:
+    """``names`` point to ``dtype``; the workspaces' addresses, counters and the record as ever."""
+    shared = {"bases": "*i64", "counters": "*i32", "record": "*i32"}
+    return {**dict.fromkeys(names.split(), f"*{dtype}"), **shared, **others}
+
+
+_GEMM = {"EVEN_K": True, "PRECISION": "ieee"}
+_MASKED = {"EVEN_K": False}
+_EPILOGUE = {"product": "epilogue", "plain": "linear_kernel, epilogue"}
+_BFLOAT16, _FLOAT32 = {"WIRE": tl.bfloat16}, {"WIRE": tl.float32}
+_PLAIN = Case(
+    "tiles",
+    "linear_kernel",
+    "large",
+    product="large",
+    more={"HAS_BIAS": False, **_GEMM},
+    units=("stride_xk", "stride_wk"),
+    pointers=_pointers("x weight bias y"),
+    standard=True,
+)
+_CONSUME = Case(
+    "all_gather_linear",
+    "consume_kernel",
+    "large",
+    product="large",
+    plain="linear_kernel, large",
+    waits=1,
+    more={"HAS_BIAS": False, **_GEMM},
+    units=("stride_wk",),
+    pointers=_pointers("x weight bias y"),
+    standard=True,
+)
+_GRADIENT = Case(
+    "all_gather_linear",
+    "weight_grad_kernel",
+    product="gradient",
+    plain="linear_kernel, gradient",
+    waits=1,
+    more={"PRECISION": "ieee"},
+    units=("stride_on", "stride_gk"),
+    pointers=_pointers("x other grad"),
+    extents=("BN", "BK", "BM"),
+)
+_PRODUCE = Case(
+    "linear_reduce_scatter",
+    "produce_kernel",
+    "large",
+    product="large",
+    plain="linear_kernel, large",
+    signals=1,
+    more={"PAIRS": 1, "HAS_INIT": False, **_GEMM, **_BFLOAT16},
+    units=("stride_wk0", "stride_wk1"),
+    pointers=_pointers("x0 weight0 x1 weight1 init"),
+    standard=True,
+)
+_ONE_SHOT = Case(
+    "linear_all_reduce",
+    "one_shot_kernel",
+    product="small",
+    plain="linear_kernel, small",
+    waits=1,
+    signals=1,
+    more={"PAIRS": 1, "HAS_BIAS": False, **_GEMM, **_BFLOAT16},
+    units=("stride_wk0", "stride_wk1"),
+    pointers=_pointers("x0 weight0 x1 weight1 bias y"),
+)
+_TWO_SHOT = dataclasses.replace(_ONE_SHOT, kernel="two_shot_kernel", waits=2, signals=2)
+_REDUCE = Case(
+    "linear_reduce_scatter",
+    "reduce_kernel",
+    product="reduce",
+    waits=1,
+    more={"HAS_BIAS": False, **_BFLOAT16},
+    pointers=_pointers("bias y"),
+)
+
+
+_COLLECTIVE = {"maxnreg": loading.config().COLLECTIVE_REGISTERS}
+_SUM = {"OP": "sum", "ACC": tl.float32, "BLOCK": 2048}
+_VECTORS = _pointers("x out", scale="fp32")
+_EXCHANGE = Case(
+    "collectives",
+    "exchange_kernel",
+    waits=1,
+    signals=1,
+    more={"TABLE": False, "SEND_ALIGN": 16, "RECV_ALIGN": 16, "BLOCK": 2048},
+    pointers=_pointers("x out", send_table="*i64", recv_table="*i64"),
+    rest=True,
+    options=_COLLECTIVE,
+)
+
+
+def _of(case: Case, variant: str, more: Mapping[str, Any] | None = None, **changes: Any) -> Case:
+    """``case`` with other constants; not held to the absolute bounds."""
+    merged = {**case.more, **(more or {})}
+    return dataclasses.replace(case, variant=variant, more=merged, standard=False, **changes)
+
+
+def _float32(case: Case) -> Case:
+    pointers = {name: kind.replace("bf16", "fp32") for name, kind in case.pointers.items()}
+    plain = case.plain and "linear_kernel, float32"
+    wire = _FLOAT32 if "WIRE" in case.more else {}
+    return _of(case, "float32", wire, pointers=pointers, product="float32", plain=plain)
+
+
+def _float16(case: Case) -> Case:
+    pointers = {name: kind.replace("bf16", "fp16") for name, kind in case.pointers.items()}
+    wire = {"WIRE": tl.float16} if "WIRE" in case.more else {}
+    return _of(case, "float16", wire, pointers=pointers)
+
+
+CASES: list[Case] = [
+    # What the others are compared with.
+    _PLAIN,
+    _of(_PLAIN, "small", product="small"),
+    _of(_PLAIN, "masked", _MASKED),
+    _of(_PLAIN, "epilogue", product="epilogue"),
+    _of(_PLAIN, "transposed weight", product="transposed", units=("stride_xk", "stride_wn")),
+    _of(_PLAIN, "transposed weight, epilogue", product="epilogue",
+        units=("stride_xk", "stride_wn")),
+    _of(_PLAIN, "gradient", product="gradient", units=("stride_xm", "stride_wn")),
+    _float32(_PLAIN),
+    # Gathered rows times a weight.
+    _CONSUME,
+    _of(_CONSUME, "bias", {"HAS_BIAS": True}),
+    _of(_CONSUME, "masked", _MASKED, plain="linear_kernel, masked"),
+    _of(_CONSUME, "transposed weight", product="transposed", units=("stride_wn",),
+        plain="linear_kernel, transposed weight"),
+    _of(_CONSUME, "small", product="small", plain="linear_kernel, small"),
+    _float16(_CONSUME),
+    _float32(_CONSUME),
+    Case("all_gather_linear", "push_kernel", signals=1, more={"BM": 64, "BK": 64},
+         pointers=_pointers("x")),
+    # Weight gradients.
+    _GRADIENT,
+    _of(_GRADIENT, "transposed result", units=("stride_on", "stride_gn")),
+    # A weight's products into their owners' memory.
+    _PRODUCE,
+    _of(_PRODUCE, "init", {"HAS_INIT": True}, **_EPILOGUE),
+    _of(_PRODUCE, "two pairs", {"PAIRS": 2}, **_EPILOGUE),
+    _of(_PRODUCE, "two pairs, init", {"PAIRS": 2, "HAS_INIT": True}, **_EPILOGUE),
+    _of(_PRODUCE, "masked", _MASKED, plain="linear_kernel, masked"),
+    _of(_PRODUCE, "transposed weight", product="transposed", units=("stride_wn0", "stride_wn1"),
+        plain="linear_kernel, transposed weight"),
+    _of(_PRODUCE, "transposed weight, two pairs", {"PAIRS": 2},
+        product="epilogue", units=("stride_wn0", "stride_wn1"),
+        plain="linear_kernel, transposed weight, epilogue"),
+    _of(_PRODUCE, "transposed weight, two pairs, init", {"PAIRS": 2, "HAS_INIT": True},
+        product="epilogue", units=("stride_wn0", "stride_wn1"),
+        plain="linear_kernel, transposed weight, epilogue"),
+    _of(_PRODUCE, "small", product="small", plain="linear_kernel, small"),
+    _of(_PRODUCE, "wire float32", _FLOAT32, **_EPILOGUE),
+    _float32(_PRODUCE),
+    _REDUCE,
+    _of(_REDUCE, "bias", {"HAS_BIAS": True}),
+    _of(_REDUCE, "bias, wire float32", {"HAS_BIAS": True, **_FLOAT32}),
+    # Few rows.
+    _ONE_SHOT,
+    _of(_ONE_SHOT, "two pairs, bias", {"PAIRS": 2, "HAS_BIAS": True}),
+    _of(_ONE_SHOT, "wire float32", _FLOAT32),
+    _TWO_SHOT,
+    _of(_TWO_SHOT, "two pairs, bias", {"PAIRS": 2, "HAS_BIAS": True}),
+    _of(_TWO_SHOT, "wire float32", _FLOAT32),
+    # Collectives.
+    _EXCHANGE,
+    Case("collectives", "reduce_kernel", "collective", waits=1, signals=1,
+         more={**_SUM, "ALIGN": 16}, pointers=_VECTORS, rest=True, options=_COLLECTIVE),
+    Case("collectives", "two_shot_kernel", "collective", waits=2, signals=2,
+         more={**_SUM, "ALIGN": 16}, pointers=_VECTORS, rest=True, options=_COLLECTIVE),
+    Case("ring_all_reduce", "ring_kernel", waits=2, signals=2, more=_SUM, pointers=_VECTORS,
+         rest=True, options=_COLLECTIVE),
+    Case("multimem", "multimem_kernel", waits=2, signals=2, more={"OP": "sum", "BLOCK": 2048},
+         pointers={**_VECTORS, "multicast": "i64"}, rest=True, chips=("sm_90", "sm_100"),
+         options=_COLLECTIVE),
+    # Before and after every operation.
+    Case("signals", "begin", waits=1, pointers=_pointers("")),
+    Case("signals", "end", signals=1, pointers=_pointers("")),
+]  # fmt: skip
+
+
+def named(name: str) -> Case:
+    """The case of this name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return {case.name: case for case in CASES}[name]

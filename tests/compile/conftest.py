@@ -1,0 +1,34 @@
+"""Every case compiled once a session. Nothing here needs torch: see ``make test-compile-all``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks._compiled import report
+
+
+class Rows:
+    """What is found in every case, by its name and the chip's.
+
+    Processes compile ahead; whoever asks for a row waits for that one and those before it only.
+    """
+
+    def __init__(self) -> None:
+        self._coming: Iterator[report.Row] = iter(report.rows(report.selected()))
+        self._found: dict[tuple[str, str], report.Row] = {}
+
+    def __getitem__(self, key: tuple[str, str]) -> report.Row:
+        while key not in self._found:
+            row = next(self._coming)
+            self._found[row.case, row.chip] = row
+        return self._found[key]
+
+    def all(self) -> list[report.Row]:
+        return [self[case.name, chip] for case, chip in report.selected()]
+
+
+@pytest.fixture(scope="session")
+def rows() -> Rows:
+    return Rows()
