@@ -219,8 +219,8 @@ def two_shot_kernel(
             tl.store(y + place_MN, result_MN, mask=mask_MN & ok)
             for step in range(1, world_size):
                 peer = (rank + step) % world_size
-                target = memory(bases, peer, results, rank, region_bytes, dtype)
-                tl.store(target + place_MN, result_MN, mask=mask_MN & ok)
+                result = memory(bases, peer, results, rank, region_bytes, dtype)
+                tl.store(result + place_MN, result_MN, mask=mask_MN & ok)
             if ok:
                 for step in range(1, world_size):
                     peer = (rank + step) % world_size

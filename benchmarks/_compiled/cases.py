@@ -277,7 +277,7 @@ CASES: list[Case] = [
          options=_COLLECTIVE),
     # Before and after every operation.
     Case("signals", "begin", waits=1, pointers=_pointers("")),
-    Case("signals", "end", signals=1, pointers=_pointers("")),
+    Case("signals", "end", signals=1, pointers=_pointers("", host_record="*i32")),
 ]  # fmt: skip
 
 
