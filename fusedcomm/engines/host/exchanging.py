@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.counts import check_counts
+from fusedcomm.engines.counts import check_all_counts
 from fusedcomm.planning import collectives as planning
 from fusedcomm.planning.collectives import space
 from fusedcomm.protocol import Call
@@ -166,22 +166,21 @@ def exchange_counts(
     """``counts[a][b]``: how many rows rank a has for rank b; one exchange of its own.
 
     Raises:
-        MismatchError: another rank sends not what this one expects.
+        MismatchError: a rank sends not what another one expects.
     """
     rank, world_size = comm.rank, comm.world_size
     peers = comm.successors
-    shape = (world_size,)
-    call = comm.take("all_to_all", space(8 * world_size, world_size))
+    shape = (2 * world_size,)
+    call = comm.take("all_to_all", space(16 * world_size, world_size))
     for peer in peers:
         call.await_reader(peer)
-    call.write(rank, 0, shape, torch.int64).copy_(torch.tensor(send_counts))
+    call.write(rank, 0, shape, torch.int64).copy_(torch.tensor([*send_counts, *recv_counts]))
     for peer in peers:
         call.signal(peer)
-    counts: list[list[int]] = [list(send_counts)] * world_size
+    counts: list[list[int]] = [[*send_counts, *recv_counts]] * world_size
     for source in arrivals(comm, call):
         if source != rank:
             counts[source] = call.read(source, 0, shape, torch.int64).tolist()
     for peer in peers:
         call.consumed(peer)
-    check_counts(rank, counts, recv_counts)
-    return counts
+    return check_all_counts(counts)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.counts import check_counts
+from fusedcomm.engines.counts import check_all_counts
 from fusedcomm.planning.collectives import Plan
 
 if hasattr(dist, "all_gather_single"):  # torch 2.13's names; it warns at the older ones
@@ -143,10 +143,10 @@ def all_to_all(
             send_counts = recv_counts = [x.shape[0] // world_size] * world_size
             some = x.numel() > 0
         else:
-            mine = torch.tensor([send_counts], device=x.device)
+            mine = torch.tensor([[*send_counts, *recv_counts]], device=x.device)
             bounds = [(rank, rank + 1) for rank in range(world_size)]
-            counts = all_gather_rows(comm, op, mine, bounds).tolist()
-            check_counts(comm.rank, counts, recv_counts)
+            rows = all_gather_rows(comm, op, mine, bounds).tolist()
+            counts = check_all_counts(rows)
             some = x.shape[1] > 0 and any(map(any, counts))
         comm.await_peers(op, exchanging=some)
         if not some:
