@@ -32,7 +32,7 @@ from torch.distributed import Work
 
 from fusedcomm.between import Between
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.counts import check_counts
+from fusedcomm.engines.counts import check_all_counts
 from fusedcomm.engines.host import collectives
 from fusedcomm.engines.host.combining import combine
 from fusedcomm.engines.host.group import agree, as_bytes, finish
@@ -218,8 +218,7 @@ def all_to_all(
         if send_counts is None or recv_counts is None:
             counts = [[x.shape[0] // world_size] * world_size] * world_size
         else:
-            counts = _counts(levels, plan, send_counts)
-            check_counts(rank, counts, recv_counts)
+            counts = _counts(levels, plan, send_counts, recv_counts)
         own, places = levels.domains[levels.mine], list(zip(*levels.domains, strict=True))
 
         # Inside: for every place the rows for all ranks in it, domain after domain.
@@ -272,14 +271,17 @@ def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) 
         collectives.broadcast(inside, levels.step("inside"), out, out, place)
 
 
-def _counts(levels: _Levels, plan: Plan, send_counts: Sequence[int]) -> list[list[int]]:
-    """``counts[a][b]``: how many rows rank a has for rank b."""
+def _counts(
+    levels: _Levels, plan: Plan, send_counts: Sequence[int], recv_counts: Sequence[int]
+) -> list[list[int]]:
+    """``counts[a][b]``: how many rows rank a has for rank b, all ranks' views compared."""
     world_size = levels.comm.world_size
-    mine = torch.tensor([list(send_counts)])
-    counts = mine.new_empty(1, world_size * world_size)
-    bounds = [(rank * world_size, (rank + 1) * world_size) for rank in range(world_size)]
+    both = 2 * world_size
+    mine = torch.tensor([[*send_counts, *recv_counts]])
+    counts = mine.new_empty(1, world_size * both)
+    bounds = [(rank * both, (rank + 1) * both) for rank in range(world_size)]
     all_gather(levels.comm, replace(plan, text=f"{plan.text}: counts"), mine, counts, bounds)
-    return counts.view(world_size, world_size).tolist()
+    return check_all_counts(counts.view(world_size, both).tolist())
 
 
 def _together(bounds: Bounds, ranks: Sequence[int]) -> tuple[int, int] | None:

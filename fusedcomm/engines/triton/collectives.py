@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.counts import check_counts
+from fusedcomm.engines.counts import check_all_counts
 from fusedcomm.engines.triton.exchanging import alignment, alone, common, numbers, windows
 from fusedcomm.engines.triton.launch import launches
 from fusedcomm.engines.triton.reducing import all_reduce, reduce_scatter
@@ -165,15 +165,13 @@ def _exchange_counts(
             "all_to_all with counts needs the host, so it cannot be captured in a graph: leave "
             "them out, with equal parts"
         )
-    size = comm.world_size
-    table = torch.empty(size * size, dtype=torch.int64, device=device)
-    mine = torch.tensor(send_counts, device=device)
+    size, both = comm.world_size, 2 * comm.world_size
+    table = torch.empty(size * both, dtype=torch.int64, device=device)
+    mine = torch.tensor([*send_counts, *recv_counts], device=device)
     _exchange(
-        comm, plan, "all_to_all", mine, table, send=(0, size), receive=(size, size), widest=size
+        comm, plan, "all_to_all", mine, table, send=(0, both), receive=(both, both), widest=both
     )
-    counts: list[list[int]] = table.view(size, size).tolist()
-    check_counts(comm.rank, counts, recv_counts)
-    return counts
+    return check_all_counts(table.view(size, both).tolist())
 
 
 def _begins(counts: Sequence[int], inner: int, device: torch.device) -> Tensor:
