@@ -193,6 +193,39 @@ _EXCHANGE = Case(
 )
 
 
+_BLOCKS = dict.fromkeys(("first_E", "counts_E", "first_WE", "counts_WE", "back_WE"), "*i64")
+_UP = Case(
+    "grouped_linear",
+    "up_kernel",
+    "large",
+    product="large",
+    plain="linear_kernel, large",
+    waits=1,
+    more={"ACTIVATION": "none", "GATED": False, "KEEP": False, "HAS_BIAS": False, **_GEMM},
+    units=("stride_wk", "gate_step"),
+    pointers=_pointers("weight bias z a", **_BLOCKS),
+)
+_DOWN = Case(
+    "grouped_linear",
+    "down_kernel",
+    "large",
+    product="large",
+    plain="linear_kernel, large",
+    signals=2,
+    more={"HAS_BIAS": False, **_GEMM},
+    units=("stride_wk",),
+    pointers=_pointers("x weight bias", tiles_W="*i32", **_BLOCKS),
+)
+_PUSH_ROWS = Case(
+    "moe_rows",
+    "push_rows_kernel",
+    signals=3,
+    more={"INDEXED": True, "SCALED": False, "BM": 16, "BN": 512},
+    pointers=_pointers("data", index="*i64", scale="*fp32", segments="*i64", pieces_W="*i32"),
+)
+_GATED = {"ACTIVATION": "swiglu", "GATED": True, "KEEP": True}
+
+
 def _of(case: Case, variant: str, more: Mapping[str, Any] | None = None, **changes: Any) -> Case:
     """``case`` with other constants; not held to the absolute bounds."""
     merged = {**case.more, **(more or {})}
@@ -275,6 +308,26 @@ CASES: list[Case] = [
     Case("multimem", "multimem_kernel", waits=2, signals=2, more={"OP": "sum", "BLOCK": 2048},
          pointers={**_VECTORS, "multicast": "i64"}, rest=True, chips=("sm_90", "sm_100"),
          options=_COLLECTIVE),
+    # Mixture of experts.
+    _UP,
+    _of(_UP, "gated", _GATED, **_EPILOGUE),
+    _of(_UP, "gated, bias", {**_GATED, "HAS_BIAS": True}, **_EPILOGUE),
+    _of(_UP, "small", product="small", plain="linear_kernel, small"),
+    _of(_UP, "transposed weight", product="transposed", units=("stride_wn", "gate_step"),
+        plain="linear_kernel, transposed weight"),
+    _DOWN,
+    _of(_DOWN, "bias", {"HAS_BIAS": True}),
+    _of(_DOWN, "small", product="small", plain="linear_kernel, small"),
+    _of(_DOWN, "transposed weight", product="transposed", units=("stride_wn",),
+        plain="linear_kernel, transposed weight"),
+    _PUSH_ROWS,
+    _of(_PUSH_ROWS, "scaled", {"SCALED": True}),
+    Case("moe_rows", "await_kernel", waits=1, pointers=_pointers("")),
+    Case("moe_rows", "take_kernel", more={"BM": 16, "BN": 512},
+         pointers=_pointers("out", first_E="*i64", counts_E="*i64")),
+    Case("moe_rows", "sum_kernel",
+         more={"K": 8, "WEIGHTED": True, "KEEP": True, "BN": 1024},
+         pointers=_pointers("y kept", slot="*i64", weights="*fp32")),
     # Before and after every operation.
     Case("signals", "begin", waits=1, pointers=_pointers("")),
     Case("signals", "end", signals=1, pointers=_pointers("", host_record="*i32")),

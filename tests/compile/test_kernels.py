@@ -13,8 +13,6 @@ from benchmarks._compiled.report import DEVIATIONS, selected
 #: Files of kernels/ that are not compiled here, and why.
 LEFT_OUT = {
     "peer_write": "one store, of the doctor's; no operation",
-    "grouped_linear": "no cases yet",
-    "moe_rows": "no cases yet",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -109,9 +109,14 @@ def experts(rank: int, world_size: int) -> None:
             h = (F.silu(gate) * mine) @ exact[2][1][expert].t()
             result = result + h * (factors * (chosen == expert)).sum(1, keepdim=True)
         results.append(result)
-    sum(result.sum() for result in results).backward()
-    right = [exact[0][rank].grad, exact[1][rank].grad, exact[2][0].grad[own], exact[2][1].grad[own]]
-    pairs = [(y, results[rank]), *zip([leaf.grad for leaf in leaves], right, strict=True)]
+    torch.cat(results).sum().backward()
+    dx, d_weight, d_up, d_down = (
+        cast(torch.Tensor, leaf.grad)
+        for leaf in (exact[0][rank], exact[1][rank], exact[2][0], exact[2][1])
+    )
+    right = [dx, d_weight, d_up[own], d_down[own]]
+    gradients = [cast(torch.Tensor, leaf.grad) for leaf in leaves]
+    pairs = [(y, results[rank]), *zip(gradients, right, strict=True)]
     for number, (got, expected) in enumerate(pairs):
         error = (got.double().cpu() - expected).norm() / expected.norm().clamp(min=1e-30)
         assert error < 0.03 or not expected.numel(), f"result {number}: {error:.3g}"

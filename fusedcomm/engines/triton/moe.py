@@ -12,7 +12,7 @@ from fusedcomm.communicator import Communicator
 from fusedcomm.engines.experts import Experts, activate_backward, experts_grads
 from fusedcomm.engines.routed import Routed
 from fusedcomm.engines.triton.collectives import all_gather
-from fusedcomm.engines.triton.config import Tiles, tiles_of
+from fusedcomm.engines.triton.config import Tiles, compiler_options, tiles_of
 from fusedcomm.engines.triton.launch import Launch, launches
 from fusedcomm.engines.triton.places import Places, Segments
 from fusedcomm.kernels import grouped_linear, moe_rows
@@ -258,12 +258,18 @@ def _sum(
 
 
 def _grouped(
-    launch: Launch, places: Places, routed: Routed, dtype: torch.dtype, out: tuple[int, int]
+    launch: Launch, places: Places, routed: Routed, weight: Tensor, gated: bool = False
 ) -> Tiles:
-    """Tiles for products with ``out`` (N, K) features, of the rows that an expert has usually."""
+    """Tiles for products with ``weight [experts, N, K]``, of the rows that an expert usually has.
+
+    Args:
+        gated: whether a tile has two sums.
+    """
     received = int(routed.layout.received.max())
     rows = _blocks(received, max(1, places.experts))
-    return tiles_of(launch.device, dtype, rows, *out)
+    product = "epilogue" if gated else "large" if weight.stride(2) == 1 else "transposed"
+    _, columns, depth = weight.shape
+    return tiles_of(launch.device, weight.dtype, rows, columns, depth, product)
 
 
 def _meta(tiles: Tiles, depth: int) -> dict[str, Any]:
@@ -274,8 +280,7 @@ def _meta(tiles: Tiles, depth: int) -> dict[str, Any]:
         "GROUP": tiles.group,
         "EVEN_K": depth % tiles.depth == 0,
         "PRECISION": "ieee",
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
+        **compiler_options(tiles),
     }
 
 
@@ -318,9 +323,7 @@ def _launch_up(
     z: Tensor | None,
     **how: Any,
 ) -> None:
-    tiles = _grouped(launch, places, routed, weight.dtype, (a.shape[1], weight.shape[2]))
-    if how["GATED"]:  # Two sums a tile.
-        tiles = tiles._replace(columns=max(16, tiles.columns // 2))
+    tiles = _grouped(launch, places, routed, weight, how["GATED"])
     launch.run(
         grouped_linear.up_kernel,
         launch.programs,
@@ -355,7 +358,7 @@ def _down(
     bias: Tensor | None,
 ) -> None:
     """``x · weightᵀ + bias``, back to the sources; weight ``[experts, N, K]``."""
-    tiles = _grouped(launch, places, routed, weight.dtype, (weight.shape[1], weight.shape[2]))
+    tiles = _grouped(launch, places, routed, weight)
     launch.run(
         grouped_linear.down_kernel,
         launch.programs,
