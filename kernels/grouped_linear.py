@@ -163,8 +163,8 @@ def up_kernel(
             column = n * gate_step
             row_M = (first + m)[:, None]
             if HAS_BIAS:
-                at = bias + expert * width + column
-                gate_MN += tl.load(at, mask=n_exists, other=0.0)[None, :].to(tl.float32)
+                gate_N = tl.load(bias + expert * width + column, mask=n_exists, other=0.0)
+                gate_MN += gate_N[None, :].to(tl.float32)
             gate_MN = gate_MN.to(dtype)
             if KEEP:
                 tl.store(z + row_M * width + column[None, :], gate_MN, mask=mask_MN)
@@ -175,12 +175,12 @@ def up_kernel(
                     stride_wn * gate_step, stride_wk, BM, BN, BK, EVEN_K, PRECISION,
                 )  # fmt: skip
                 if HAS_BIAS:
-                    at = bias + expert * width + column + up_shift
-                    up_MN += tl.load(at, mask=n_exists, other=0.0)[None, :].to(tl.float32)
+                    place_N = bias + expert * width + column + up_shift
+                    up_MN += tl.load(place_N, mask=n_exists, other=0.0)[None, :].to(tl.float32)
                 up_MN = up_MN.to(dtype)
                 if KEEP:
-                    at = z + row_M * width + (column + up_shift)[None, :]
-                    tl.store(at, up_MN, mask=mask_MN)
+                    place_MN = z + row_M * width + (column + up_shift)[None, :]
+                    tl.store(place_MN, up_MN, mask=mask_MN)
             value_MN = activation(gate_MN.to(tl.float32), up_MN.to(tl.float32), ACTIVATION)
             tl.store(a + row_M * N + n[None, :], value_MN.to(dtype), mask=mask_MN)
         done += tiles
@@ -258,8 +258,8 @@ def down_kernel(
             )  # fmt: skip
             n, n_exists = block_of(column_block, N, BN)
             if HAS_BIAS:
-                at = bias + expert * N + n
-                total_MN += tl.load(at, mask=n_exists, other=0.0)[None, :].to(tl.float32)
+                bias_N = tl.load(bias + expert * N + n, mask=n_exists, other=0.0)
+                total_MN += bias_N[None, :].to(tl.float32)
             result_MN = total_MN.to(dtype)
             m, m_exists = block_of(row_block, count, BM)
             row_M = first + m

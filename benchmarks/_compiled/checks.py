@@ -26,6 +26,20 @@ MARGINS = {
     ),
     ("two_shot_kernel, wire float32", "sm_100", "3.6"): (14, "the same"),
 }
+#: (Seen in the reports of the three versions.)
+_EXPERTS = "the experts' products add more to addresses in the loop; the cause is not found yet"
+MARGINS |= {
+    (case, chip, version): (margin, _EXPERTS)
+    for case, chip, margins in (
+        ("up_kernel, gated", "sm_90", {"3.6": 15, "3.7": 15, "3.9": 16}),
+        ("up_kernel, gated", "sm_100", {"3.7": 9}),
+        ("up_kernel, transposed weight", "sm_90", {"3.6": 9, "3.7": 8, "3.9": 8}),
+        ("up_kernel, transposed weight", "sm_100", {"3.6": 8, "3.7": 9, "3.9": 9}),
+        ("down_kernel, transposed weight", "sm_90", {"3.6": 11, "3.7": 10, "3.9": 15}),
+        ("down_kernel, transposed weight", "sm_100", {"3.6": 8, "3.7": 9, "3.9": 9}),
+    )
+    for version, margin in margins.items()
+}
 
 Check = Callable[[Compiled, Compiled | None], Iterator[str]]
 CHECKS: dict[str, Check] = {}
