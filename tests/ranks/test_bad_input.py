@@ -215,7 +215,7 @@ def give_one_rank_bad_arguments(rank: int) -> None:
     with fc.Communicator.of(timeout_s=20) as comm:
         if rank == 1:
             assert not refused(lambda: fc.all_gather_linear(ones(4, 8), ones(6, 9)), "8 features")
-            assert not refused(lambda: comm.reserve("all_gather", (4, 8)), "no operation")
+            assert not refused(lambda: comm.reserve("matmul", (4, 8)), "no operation")
             assert not refused(lambda: comm.symmetric_empty(-1), "negative")
         for form in OPS:
             assert right(form, comm, call(form, comm))
@@ -245,7 +245,7 @@ def misuse_communicators(rank: int) -> dict[str, str]:
         "timeout_s for a new one": (lambda: of(channel="new", timeout_s=0), "timeout_s"),
         "a negative shape": (lambda: comm.symmetric_empty(2, -3), r"negative.*\[2, -3\]"),
         "reserve of an unknown operation": (
-            lambda: comm.reserve("all_gather", (4, 8)),
+            lambda: comm.reserve("matmul", (4, 8)),
             "no operation 'all_gather'",
         ),
         "reserve without tokens": (
