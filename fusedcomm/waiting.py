@@ -348,7 +348,8 @@ class Watch:
         start = time.monotonic()
         try:
             while not self.links.send(peer, payload, descriptor):
-                self._check(peer, awaited, start, self._gone(peer))
+                # It is the kernel that has no room, and nothing that the peer could do.
+                self._check(peer, awaited, start, self._gone(peer), 0)
                 time.sleep(_NAP_S)
         except ConnectionError as error:
             gone = self._gone(peer) or f"rank {peer} is gone ({error})"

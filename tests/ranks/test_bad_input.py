@@ -246,7 +246,7 @@ def misuse_communicators(rank: int) -> dict[str, str]:
         "a negative shape": (lambda: comm.symmetric_empty(2, -3), r"negative.*\[2, -3\]"),
         "reserve of an unknown operation": (
             lambda: comm.reserve("matmul", (4, 8)),
-            "no operation 'all_gather'",
+            "no operation 'matmul'",
         ),
         "reserve without tokens": (
             lambda: comm.reserve("all_gather_linear", (8,)),
