@@ -15,7 +15,8 @@ def autocast(x: Any, weights: Sequence[Any], biases: Sequence[Any]) -> tuple[Any
     The casts carry gradient, so weights keep their own dtype and get gradients in it. What autocast
     leaves alone stays: float64, and what is no tensor of floats (the checks say so afterwards).
     """
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+    # Asked about the meta device, torch raises.
+    if not isinstance(x, Tensor) or x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return x, list(weights), list(biases)
     dtype = torch.get_autocast_dtype(x.device.type)
 
