@@ -139,15 +139,15 @@ def consume_kernel(
         tiles = tl.where(ok, row_blocks * column_blocks, 0)
         for tile in range(first_tile(program, done, programs), tiles, programs):
             row_block, column_block = tile_position(tile, row_blocks, column_blocks, GROUP)
+            n, n_exists = block_of(column_block, N, BN)
             total_MN = tl.zeros((BM, BN), dtype=tl.float32)
+            if HAS_BIAS:
+                total_MN += tl.load(bias + n, mask=n_exists, other=0.0)[None, :].to(tl.float32)
             total_MN = accumulate(
                 total_MN, a, weight, row_block, column_block, rows, N, K,
                 K, stride_wn, stride_wk, BM, BN, BK, EVEN_K, PRECISION,
             )  # fmt: skip
-            n, n_exists = block_of(column_block, N, BN)
             m, m_exists = block_of(row_block, rows, BM)
-            if HAS_BIAS:
-                total_MN += tl.load(bias + n, mask=n_exists, other=0.0)[None, :].to(tl.float32)
             place_MN = (first + m)[:, None].to(tl.int64) * N + n[None, :]
             mask_MN = m_exists[:, None] & n_exists[None, :]
             tl.store(y + place_MN, total_MN.to(y.dtype.element_ty), mask=mask_MN)

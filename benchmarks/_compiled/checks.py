@@ -20,11 +20,6 @@ MARGINS = {
         4,
         "one more move of a descriptor between uniform registers than in the plain product",
     ),
-    ("consume_kernel, bias", "sm_100", "3.6"): (
-        13,
-        "64-bit sums of addresses instead of 32-bit ones; not on 3.7 and 3.9",
-    ),
-    ("two_shot_kernel, wire float32", "sm_100", "3.6"): (14, "the same"),
 }
 #: (Seen in the reports of the three versions.)
 _EXPERTS = "the experts' products add more to addresses in the loop; the cause is not found yet"

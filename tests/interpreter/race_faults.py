@@ -171,8 +171,8 @@ _ONE_SHOT_SIGNAL = """        if ok:
 """
 _RESULT_STORES = """            for step in range(1, world_size):
                 peer = (rank + step) % world_size
-                target = memory(bases, peer, results, rank, region_bytes, dtype)
-                tl.store(target + place_MN, result_MN, mask=mask_MN & ok)
+                result = memory(bases, peer, results, rank, region_bytes, dtype)
+                tl.store(result + place_MN, result_MN, mask=mask_MN & ok)
 """
 _RESULT_SIGNAL = """            if ok:
                 for step in range(1, world_size):
