@@ -118,6 +118,7 @@ class Setup:
             N=product.n,
             K=product.k,
             stride_xm=product.k,
+            stride_xk=1,
             stride_ym=product.n,
             HAS_BIAS=False,
             **weight_strides(self.weight),

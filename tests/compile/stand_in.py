@@ -93,6 +93,7 @@ def gpu(capability: int, shared: int) -> Iterator[Driver]:
     driver = Driver(capability, shared)
     side = _side(GPU)
     workspace, launches, tiles = Communicator.workspace, launch.launches, config.tiles_of
+    reduced = config.reduce_tiles
 
     def on_gpu(comm: Any, op: str, space: Any, text: str, device: torch.device) -> Any:
         return launches(comm, op, space, text, GPU)
@@ -110,11 +111,13 @@ def gpu(capability: int, shared: int) -> Iterator[Driver]:
             workspace=lambda self, space, device: workspace(self, space),
         )
         patch(engine, _obstacle=lambda *args: None)
-        patch(config, _shared_bytes=lambda device: shared)
+        chip = "sm_100" if capability == 100 else "sm_90"
+        patch(config, _shared_bytes=lambda device: shared, _chip=lambda device: chip)
         patch(launch.Launch, counters=lambda self, n: torch.zeros(n, dtype=torch.int32))
         patch(tensor_parallel, launches=on_gpu)
         for module in (gather, scatter, tensor_parallel):
-            patch(module, tiles_of=lambda device, *sizes: tiles(GPU, *sizes))
+            patch(module, tiles_of=lambda device, *sizes, **more: tiles(GPU, *sizes, **more))
+        patch(tensor_parallel, reduce_tiles=lambda device: reduced(GPU))
         patch(launch, _loaded=set())
         before = triton.runtime.driver._active
         triton.runtime.driver.set_active(driver)
