@@ -31,7 +31,7 @@ KERNELS = ("one_shot", "two_shot", "ring", "multimem")
 #: stay in the last-level cache and need no more memory than this, whatever the tensor's size.
 SLOT_BYTES = 1 << 22
 #: The least region that is allocated, so that tensors which grow a little do not grow it each time.
-LEAST_BYTES = 1 << 14
+_LEAST_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,15 @@ def check_algorithm(algorithm: str) -> None:
         raise ValueError(f"algorithm must be one of {', '.join(names)}; got {algorithm!r}")
 
 
+def region_of(nbytes: int) -> int:
+    """Bytes of the region that is allocated for ``nbytes``: the next power of two, and not few."""
+    return max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
+
+
 @functools.lru_cache(maxsize=1024)
 def space(nbytes: int, world_size: int) -> Space:
     """Every rank offers ``nbytes`` in its own memory, with flags enough for any algorithm."""
-    region = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
-    return Space("collective", 1, region, _most_messages(world_size))
+    return Space("collective", 1, region_of(nbytes), _most_messages(world_size))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusedcomm.planning.collectives import LEAST_BYTES
+from fusedcomm.planning.collectives import region_of
 from fusedcomm.protocol import Space
 
 #: Bytes of one part that go through a slot at once; a larger part goes window by window.
@@ -67,8 +67,7 @@ def exchange_space(regions: int, nbytes: int, chunks: int) -> Space:
     Args:
         regions: the world size, or 1 where every rank writes into its own memory or into all.
     """
-    region = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
-    return Space("exchange" if regions > 1 else "switch", regions, region, chunks)
+    return Space("exchange" if regions > 1 else "switch", regions, region_of(nbytes), chunks)
 
 
 def spaces(

@@ -11,8 +11,9 @@ from torch import Tensor
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines.experts import Experts, activate_backward, experts_grads
 from fusedcomm.engines.routed import Routed
+from fusedcomm.engines.triton.arguments import blocks, meta
 from fusedcomm.engines.triton.collectives import all_gather
-from fusedcomm.engines.triton.config import Tiles, compiler_options, tiles_of
+from fusedcomm.engines.triton.config import Tiles, tiles_of
 from fusedcomm.engines.triton.launch import Launch, launches
 from fusedcomm.engines.triton.places import Places, Segments
 from fusedcomm.kernels import grouped_linear, moe_rows
@@ -151,10 +152,6 @@ def _text(plan: Plan, routed: Routed) -> str:
     return f"{plan.text}, {table_text(routed.layout)}"
 
 
-def _blocks(extent: int, block: int) -> int:
-    return -(-extent // block)
-
-
 def _push(
     launch: Launch,
     places: Places,
@@ -216,7 +213,7 @@ def _memory(launch: Launch) -> dict[str, Any]:
 def _take(launch: Launch, places: Places, out: Tensor) -> None:
     launch.run(
         moe_rows.take_kernel,
-        _blocks(out.shape[0], _ROWS),
+        blocks(out.shape[0], _ROWS),
         "copy",
         "take rows",
         out=out,
@@ -266,22 +263,10 @@ def _grouped(
         gated: whether a tile has two sums.
     """
     received = int(routed.layout.received.max())
-    rows = _blocks(received, max(1, places.experts))
+    rows = blocks(received, max(1, places.experts))
     product = "epilogue" if gated else "large" if weight.stride(2) == 1 else "transposed"
     _, columns, depth = weight.shape
     return tiles_of(launch.device, weight.dtype, rows, columns, depth, product)
-
-
-def _meta(tiles: Tiles, depth: int) -> dict[str, Any]:
-    return {
-        "BM": tiles.rows,
-        "BN": tiles.columns,
-        "BK": tiles.depth,
-        "GROUP": tiles.group,
-        "EVEN_K": depth % tiles.depth == 0,
-        "PRECISION": "ieee",
-        **compiler_options(tiles),
-    }
 
 
 def _up(
@@ -341,7 +326,7 @@ def _launch_up(
         KEEP=z is not None,
         HAS_BIAS=bias is not None,
         **how,
-        **_meta(tiles, weight.shape[2]),
+        **meta(tiles, weight.shape[2]),
         **places.arguments(),
         **launch.ranks,
         **launch.flags,
@@ -378,7 +363,7 @@ def _down(
         stride_wk=weight.stride(2),
         record=launch.record,
         HAS_BIAS=bias is not None,
-        **_meta(tiles, weight.shape[2]),
+        **meta(tiles, weight.shape[2]),
         **places.arguments(),
         **launch.ranks,
         **launch.flags,
