@@ -34,6 +34,22 @@ def test_four_domains_of_two(pools: Pools) -> None:
     pools(8, FUSEDCOMM_DOMAINS=FOUR_OF_TWO).run(some_calls, timeout_s=120)
 
 
+def few_send(rank: int) -> None:
+    """Only rank 0 has something, for a rank of another domain: the others take part all the same."""
+    send, recv = [0] * 8, [0] * 8
+    if rank == 0:
+        send[2] = 3
+    if rank == 2:
+        recv[0] = 3
+    y = fc.all_to_all(torch.full((sum(send), 2), 7.0), send_counts=send, recv_counts=recv)
+    assert torch.equal(y, torch.full((sum(recv), 2), 7.0))
+    assert bool((fc.all_reduce(torch.ones(5)) == 8).all())
+
+
+def test_an_all_to_all_in_which_few_send(pools: Pools) -> None:
+    pools(8, FUSEDCOMM_DOMAINS=FOUR_OF_TWO).run(few_send, timeout_s=30)
+
+
 def crossing(rank: int, size: int) -> dict[str, list[int]]:
     """Bytes that every rank sends to other domains in one call on ``size`` float32."""
     comm = fc.Communicator.of()

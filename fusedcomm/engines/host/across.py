@@ -68,18 +68,16 @@ class _Levels:
     def begin(
         self, name: str, sent: Tensor, sends: Sequence[int], takes: Sequence[int]
     ) -> Crossing:
-        """Begin to exchange elements of flat tensors with the counterparts."""
+        """Begin to exchange elements of flat tensors with the counterparts.
+
+        A rank that has nothing to give or take joins in: others wait for all counterparts.
+        """
         received = sent.new_empty(sum(takes))
-        work = None
-        # Every rank of the domain opens the same calls, whether or not something of it crosses.
         with self.inside.collective(self.step(name).text):
-            if sum(sends) or sum(takes):
-                work = self.inside.start_torch(
-                    self.op,
-                    lambda: self.between.all_to_all(
-                        _elements(received), _elements(sent), takes, sends
-                    ),
-                )
+            work = self.inside.start_torch(
+                self.op,
+                lambda: self.between.all_to_all(_elements(received), _elements(sent), takes, sends),
+            )
         return Crossing(self, name, received, list(takes), work)
 
     def spread(self, name: str, own: Tensor, takes: Sequence[int]) -> Crossing:
