@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from fusedcomm.engines.experts import ACTIVATIONS, GATED, LAYOUTS
 from fusedcomm.nn.sharded import ShardedModule, local
-from fusedcomm.ops.moe import combine, dispatch, moe_ffn
+from fusedcomm.ops.checks_moe import check_placement
+from fusedcomm.ops.moe import Placed, combine, dispatch, moe_ffn
 
 #: Arguments of ``fusedcomm.moe_ffn`` that pass through the modules.
 PASSED = ("align", "capacity", "max_tokens", "overflow", "engine")
@@ -34,8 +36,11 @@ class Experts(ShardedModule):
 
     Args:
         hidden, ffn: features outside and inside of one expert.
-        num_experts: E, over all ranks, in blocks of ``ceil(E / W)`` (``torch.chunk``'s rule).
+        num_experts: E, over all ranks.
         group: the ranks; see ``fusedcomm.ops.tensor_parallel``.
+        placement: the rank of every expert, E of them, equal on all ranks; a rank may have any
+            number of experts, which lie in the order of their ids. None: blocks of ``ceil(E / W)``
+            (``torch.chunk``'s rule).
         activation: "swiglu", "geglu", "geglu_tanh", "gpt_oss" or "relu2" (which has no gate), see
             :func:`fusedcomm.moe_ffn`; or a function from the up-projection's output
             ``[rows, 2 I]`` to ``[rows, I]`` (then dispatch, experts and combine run one after the
@@ -48,7 +53,8 @@ class Experts(ShardedModule):
             :func:`fusedcomm.moe_ffn`.
 
     Raises:
-        ValueError: activation, layout or the name of an argument is none of these.
+        ValueError: activation, layout or the name of an argument is none of these, or placement
+            does not name a rank of the group for every expert.
     """
 
     shard_dims = dict.fromkeys(
@@ -70,6 +76,7 @@ class Experts(ShardedModule):
         num_experts: int,
         *,
         group: Any = None,
+        placement: Placed = None,
         activation: str | Callable[[Tensor], Tensor] = "swiglu",
         gated: bool | None = None,
         layout: str = "gate_up",
@@ -96,6 +103,10 @@ class Experts(ShardedModule):
         self.hidden = hidden
         self.ffn = ffn
         self.num_experts = num_experts
+        self.placement = check_placement(placement, num_experts, self.comm.world_size) or None
+        if self.placement is not None:
+            by_rank = sorted(range(num_experts), key=self.placement.__getitem__)  # stable: by id
+            self.order = by_rank
         self.activation = activation
         self.gated = gated
         self.layout = layout
@@ -121,10 +132,19 @@ class Experts(ShardedModule):
         matrix = [self.hidden, self.ffn] if name == "down_proj" else [width, self.hidden]
         return [self.num_experts, *(reversed(matrix) if self.transposed else matrix)]
 
+    def shards(self, total: int) -> list[tuple[int, int]]:
+        """Which experts each rank has: (start, stop) in ``order``."""
+        if self.placement is None:
+            return super().shards(total)
+        counts = [self.placement.count(rank) for rank in range(self.comm.world_size)]
+        stops = list(accumulate(counts))
+        return [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+
     @property
-    def local_experts(self) -> range:
+    def local_experts(self) -> Sequence[int]:
         """The ids of this rank's experts."""
-        return range(*self.shards(self.num_experts)[self.comm.rank])
+        own = slice(*self.shards(self.num_experts)[self.comm.rank])
+        return (self.order or range(self.num_experts))[own]
 
     def reset_parameters(self) -> None:
         """Draw weights and biases as ``nn.Linear`` does, expert by expert.
@@ -132,7 +152,7 @@ class Experts(ShardedModule):
         Every rank draws all experts and keeps its own, so ranks with the same random state hold
         parts of one and the same mixture, whatever their number, and stay in step.
         """
-        own = self.local_experts
+        place = {expert: i for i, expert in enumerate(self.local_experts)}
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 held = local(parameter)
@@ -141,8 +161,8 @@ class Experts(ShardedModule):
                 bound = 1 / math.sqrt(inside) if inside else 0.0
                 for expert in range(self.num_experts):
                     drawn.uniform_(-bound, bound)
-                    if expert in own:
-                        held[expert - own.start].copy_(drawn)
+                    if expert in place:
+                        held[place[expert]].copy_(drawn)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """w13, w2, b13 and b2 as :func:`fusedcomm.moe_ffn` takes them."""
@@ -173,10 +193,16 @@ class Experts(ShardedModule):
             ``[T, hidden]``; with ``beside``, this and its result.
         """
         w13, w2, b13, b2 = self.weights()
-        common: dict[str, Any] = {"num_experts": self.num_experts, "group": self.comm}
+        common: dict[str, Any] = {
+            "num_experts": self.num_experts,
+            "group": self.comm,
+            "placement": self.placement,
+        }
         if callable(self.activation):
             routed = dispatch(x, ids, weights, **common, **self.passed)
             rows = expert_by_expert(routed.x, routed.offs, self._one_expert)
+            if not self.local_experts:  # their gradients, too, are of no experts rather than None
+                rows = rows + sum(w.sum() for w in self.weights() if w is not None)
             y = combine(rows, routed)
             return y if beside is None else (y, beside())
         return moe_ffn(
@@ -207,10 +233,11 @@ class Experts(ShardedModule):
 
     def extra_repr(self) -> str:
         name = self.activation if isinstance(self.activation, str) else "function"
-        return (
+        text = (
             f"hidden={self.hidden}, ffn={self.ffn}, num_experts={self.num_experts}, "
             f"activation={name}, rank={self.comm.rank}/{self.comm.world_size}"
         )
+        return text if self.placement is None else f"{text}, placement={list(self.placement)}"
 
 
 def expert_by_expert(rows: Tensor, offs: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
@@ -223,8 +250,7 @@ def expert_by_expert(rows: Tensor, offs: Tensor, expert: Callable[[int, Tensor],
         offs: ``[E_local]``, the row after each expert's last.
         expert: from its local number and its rows to as many rows.
     """
-    stops = offs.tolist()
-    bounds = zip([0, *stops[:-1]], stops, strict=True)
-    found = [expert(i, rows[start:stop]) for i, (start, stop) in enumerate(bounds)]
-    behind = rows[stops[-1] if stops else 0 :] * 0.0
+    bounds = [0, *offs.tolist()]
+    found = [expert(i, rows[start:stop]) for i, (start, stop) in enumerate(pairwise(bounds))]
+    behind = rows[bounds[-1] :] * 0.0
     return torch.cat([*found, behind])

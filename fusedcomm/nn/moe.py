@@ -19,6 +19,7 @@ from fusedcomm.nn.hf_blocks import (
 )
 from fusedcomm.nn.replicated import calls_on_shard
 from fusedcomm.nn.router import Router, Routing
+from fusedcomm.ops.moe import Placed
 
 _SHARED: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -90,11 +91,12 @@ class MoE(nn.Module):
 
     Args:
         hidden, ffn: features outside and inside of one expert.
-        num_experts: E, over all ranks, in blocks of ``ceil(E / W)``.
+        num_experts: E, over all ranks.
         top_k: how many of them a token goes to.
         group: the ranks; see ``fusedcomm.ops.tensor_parallel``.
         router: a :class:`Router`, or any module or function ``router(x) -> (logits, weights, ids)``
             for x ``[T, hidden]``; by default ``Router(hidden, num_experts, top_k)``.
+        placement: the rank of every expert; by default they lie in blocks of ``ceil(E / W)``.
         activation, layout, transposed, bias: see :class:`fusedcomm.nn.experts.Experts`.
         shared_ffn: features inside of an expert that every token goes through; or a module that
             is one; None for none.
@@ -117,6 +119,7 @@ class MoE(nn.Module):
         *,
         group: Any = None,
         router: nn.Module | Callable[[Tensor], Any] | None = None,
+        placement: Placed = None,
         activation: str | Callable[[Tensor], Tensor] = "swiglu",
         layout: str = "gate_up",
         transposed: bool = False,
@@ -148,6 +151,7 @@ class MoE(nn.Module):
             ffn,
             num_experts,
             group=group,
+            placement=placement,
             activation=activation,
             layout=layout,
             transposed=transposed,
@@ -184,7 +188,7 @@ class MoE(nn.Module):
         Args:
             block: with its weights loaded, whole on every rank; copied from, not changed.
             group: the ranks; each keeps its experts.
-            passed: as for the class.
+            passed: ``placement`` and those of the class.
 
         Raises:
             ValueError: the block is put together in another way.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,16 +23,12 @@ def is_dtensor(tensor: Tensor) -> bool:
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
-def as_dtensor(part: Tensor, like: Any) -> Any:
-    """This rank's part of a DTensor as one that is laid out as ``like``."""
-    return type(like).from_local(
-        part,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+def as_dtensor(whole: Tensor, like: Any) -> Any:
+    """A tensor that every rank has whole as a DTensor that is laid out as ``like``."""
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = whole.detach().to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 class ShardedModule(nn.Module):
@@ -42,9 +38,12 @@ class ShardedModule(nn.Module):
         comm: the ranks.
         shard_dims: parameter name -> the dimension it is cut along; one not named is replicated.
         unit: cut dimensions are divided in multiples of this (an attention head's size, say).
+        order: the indices of a cut dimension in the order in which they lie on the ranks; None for
+            their own.
     """
 
     shard_dims: Mapping[str, int] = {}
+    order: Sequence[int] | None = None
 
     def __init__(self, group: Any = None, unit: int = 1) -> None:
         super().__init__()
@@ -56,7 +55,7 @@ class ShardedModule(nn.Module):
         raise NotImplementedError
 
     def shards(self, total: int) -> list[tuple[int, int]]:
-        """How the ranks divide a dimension: (start, stop) of each."""
+        """How the ranks divide a dimension, in its ``order``: (start, stop) of each."""
         if self.unit < 1 or total % self.unit:
             raise ValueError(
                 f"{type(self).__name__} cannot cut {total} features in multiples of {self.unit}"
@@ -64,12 +63,15 @@ class ShardedModule(nn.Module):
         return scaled_bounds(total // self.unit, self.comm.world_size, self.unit)
 
     def own_part(self, name: str, full: Tensor) -> Tensor:
-        """This rank's shard of a whole parameter, a view."""
+        """This rank's shard of a whole parameter, a view (a copy where there is an ``order``)."""
         dim = self.shard_dims.get(name)
         if dim is None:
             return full
         start, stop = self.shards(full.shape[dim])[self.comm.rank]
-        return full.narrow(dim, start, stop - start)
+        if self.order is None:
+            return full.narrow(dim, start, stop - start)
+        own = torch.tensor(self.order[start:stop], dtype=torch.int64, device=full.device)
+        return full.index_select(dim, own)
 
     def own_shape(self, name: str) -> list[int]:
         """The shape of this rank's shard."""
@@ -79,6 +81,15 @@ class ShardedModule(nn.Module):
             start, stop = self.shards(shape[dim])[self.comm.rank]
             shape[dim] = stop - start
         return shape
+
+    def is_of_part(self, value: Any) -> bool:
+        """Whether a DTensor is cut out of this rank's part alone (as FSDP does), not of the whole.
+
+        Its mesh then has no other rank of this module's.
+        """
+        mesh = value.device_mesh.mesh.flatten().tolist()
+        ranks = torch.distributed.get_process_group_ranks(self.comm.group)
+        return len(ranks) > 1 and len(set(mesh).intersection(ranks)) == 1
 
     def load_part(self, name: str, full: Tensor) -> None:
         """Fill a parameter with this rank's shard of the whole one."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
+from fusedcomm.communicator import Communicator
 from fusedcomm.engines.plain.collectives import all_gather_rows
 from fusedcomm.nn.sharded import ShardedModule, as_dtensor, is_dtensor
 
@@ -41,6 +43,8 @@ def load_full_state_dict(
     parts: dict[str, Tensor] = {}
     for name, full in state.items():
         parts[name] = full
+        like = held.get(name)
+        cut = like is not None and is_dtensor(like)
         if name in owners:
             layer, short = owners[name]
             expected = layer.full_shape(short)
@@ -48,10 +52,10 @@ def load_full_state_dict(
                 raise ValueError(
                     f"{name} has shape {list(full.shape)}, but the whole layer's is {expected}"
                 )
-            parts[name] = layer.own_part(short, full)
-        like = held.get(name)
-        if like is not None and is_dtensor(like):
-            parts[name] = as_dtensor(parts[name].to(like.device), like)
+            if not cut or layer.is_of_part(like):
+                parts[name] = layer.own_part(short, full)
+        if cut:
+            parts[name] = as_dtensor(parts[name], like)
     module.load_state_dict(parts, strict=strict)
 
 
@@ -63,24 +67,44 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     owners = _owners(module)
     full: dict[str, Tensor] = {}
     for name, value in module.state_dict().items():
+        of_part = name in owners
         if is_dtensor(value):
-            full[name] = value.full_tensor().detach().clone()
-        elif name in owners:
-            full[name] = _unshard(*owners[name])
-        else:
-            full[name] = value.detach().clone()
+            of_part = of_part and owners[name][0].is_of_part(value)
+            value = value.full_tensor()
+        value = value.detach()
+        full[name] = _unshard(*owners[name], value) if of_part else value.clone()
     return full
 
 
-def _unshard(layer: ShardedModule, name: str) -> Tensor:
+def _unshard(layer: ShardedModule, name: str, shard: Tensor) -> Tensor:
     """Gather a parameter's shards, which may be of different sizes."""
-    shard, dim, comm = getattr(layer, name).detach(), layer.shard_dims[name], layer.comm
+    dim, comm = layer.shard_dims[name], layer.comm
     if comm.world_size == 1:
         return shard.clone()
     shape = layer.full_shape(name)
     bounds = layer.shards(shape[dim])
     front = shard.movedim(dim, 0)
     rows, rest = front.reshape(front.shape[0], front.shape[1:].numel()), front.shape[1:]
-    with comm.collective(f"full_state_dict {name} {shape}"):
-        gathered = all_gather_rows(comm, "full_state_dict", rows, bounds)
+    order = layer.order
+    text = f"full_state_dict {name} {shape}" + ("" if order is None else f" {bounds} of {order}")
+    with comm.collective(text):
+        if order is None:
+            gathered = all_gather_rows(comm, "full_state_dict", rows, bounds)
+        else:
+            gathered = _in_order(comm, rows, bounds, order)
     return gathered.reshape(shape[dim], *rest).movedim(0, dim).contiguous()
+
+
+def _in_order(
+    comm: Communicator, rows: Tensor, bounds: list[tuple[int, int]], order: Sequence[int]
+) -> Tensor:
+    """Gather rows of which each rank has any number, in any order."""
+    most = max(stop - start for start, stop in bounds)
+    padded = rows.new_zeros(most, rows.shape[1])
+    padded[: rows.shape[0]] = rows
+    equal = [(rank * most, (rank + 1) * most) for rank in range(comm.world_size)]
+    gathered = all_gather_rows(comm, "full_state_dict", padded, equal)
+    place = torch.empty(len(order), dtype=torch.int64)
+    for (start, stop), (first, _) in zip(bounds, equal, strict=True):
+        place[list(order[start:stop])] = torch.arange(first, first + stop - start)
+    return gathered.index_select(0, place.to(gathered.device))

@@ -78,6 +78,13 @@ def check_terms(
     tokens = ids.shape[:-1].numel()
     if max_tokens is not None and tokens > max_tokens:
         raise ValueError(f"x has {tokens} tokens, but max_tokens is {max_tokens}")
+    return check_placement(placement, num_experts, world_size)
+
+
+def check_placement(
+    placement: Sequence[int] | Tensor | None, num_experts: int, world_size: int
+) -> tuple[int, ...]:
+    """Check the rank of every expert; returns it, () for blocks."""
     if placement is None:
         return ()
     owners = placement.tolist() if isinstance(placement, Tensor) else placement

@@ -27,10 +27,10 @@ def first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def check_block(rank: int, name: str) -> None:
+def check_block(rank: int, name: str, placement: list[int] | None = None) -> None:
     whole = block(name)
     before = copy.deepcopy(whole.state_dict())
-    moe = MoE.from_hf(whole)
+    moe = MoE.from_hf(whole, placement=placement)
     expected = ACTIVATIONS.get(name, "swiglu")
     assert callable(moe.experts.activation) if expected is None else True
     assert expected is None or moe.experts.activation == expected

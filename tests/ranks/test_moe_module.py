@@ -215,9 +215,9 @@ def check_ways_to_train(rank: int) -> None:
         assert not moe(mine).requires_grad
 
 
-def check_copies(rank: int) -> None:
+def check_copies(rank: int, **options: Any) -> None:
     """A deep copy, and a module that was saved and loaded, have complete gradients, too."""
-    moe = made({"shared_ffn": 6})
+    moe = made({"shared_ffn": 6, **options})
     x, dy = inputs()
     _, _, grads = reference(moe, x, dy)
     buffer = io.BytesIO()
@@ -318,9 +318,9 @@ def check_same_draw(rank: int) -> None:
     assert all(torch.equal(after, other) for other in both)
 
 
-def check_compiled(rank: int) -> None:
+def check_compiled(rank: int, **options: Any) -> None:
     """No graph break, forward or backward, for any number of tokens; the same numbers."""
-    moe = made({"shared_ffn": 6, "shared_gate": True, "bias": True})
+    moe = made({"shared_ffn": 6, "shared_gate": True, "bias": True, **options})
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(moe, fullgraph=True, backend=counter, dynamic=True)
     graphs = []

@@ -201,6 +201,30 @@ def check_fsdp(rank: int, checkpointed: bool) -> None:
         compare(f"step of {name}", found - start[name], (value - start[name]).double(), 0.02)
 
 
+def check_fsdp_state(rank: int) -> None:
+    """The whole model's state, out of and into what FSDP has cut on, DTensors or plain shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    state = hand_built().state_dict()
+    for group in (both["tensor"], both["tensor"].get_group()):
+        cut = fc.parallelize(hand_built(), group)
+        fully_shard(cut, mesh=both["data"])
+        for _ in range(2):
+            found = fc.nn.full_state_dict(cut)
+            assert found.keys() == state.keys()
+            for name, value in state.items():
+                assert torch.equal(found[name], value), name
+            with torch.no_grad():
+                for parameter in cut.parameters():
+                    parameter.zero_()
+            fc.nn.load_full_state_dict(cut, state)
+
+
+def test_state_of_a_model_that_fsdp_has_cut(pools: Pools) -> None:
+    pools(4).run(check_fsdp_state, timeout_s=120)
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_fsdp(pools: Pools, checkpointed: bool) -> None:
     pools(4).run(check_fsdp, checkpointed, timeout_s=180)
