@@ -30,6 +30,43 @@ _DESCRIPTION = 512
 _LOOK_S = 0.5
 
 
+#: The connections of this process, by the group's name, the channel and the domains: the group, how
+#: many were made before, after errors, and the present one. They outlive their communicators, as
+#: the groups that users make do.
+_made: dict[
+    tuple[str, str, tuple[tuple[int, ...], ...]], tuple[dist.ProcessGroup, int, Between]
+] = {}
+
+
+def connect(
+    group: dist.ProcessGroup,
+    channel: str,
+    place: Place,
+    domains: tuple[tuple[int, ...], ...],
+    timeout_s: float,
+) -> Between:
+    """What connects this rank to its counterparts in other domains; collective over these.
+
+    The one that there is, if it works.
+
+    Args:
+        place: this rank's in ``group``.
+        domains: the ranks of each, in the group.
+    """
+    key = (group.group_name, channel, domains)
+    known, before = _made.get(key), 0
+    if known is not None and known[0] is group:
+        if known[2].usable and known[2].alarm(at_once=True) is None:
+            return known[2]
+        before = known[1] + 1
+    local = next(ranks.index(place.rank) for ranks in domains if place.rank in ranks)
+    name = f"place {local} of {domains}, number {before}"
+    across = place.part([ranks[local] for ranks in domains], name)
+    made = Between(across, f"{place.key}/alarm of {domains}, number {before}", timeout_s)
+    _made[key] = group, before, made
+    return made
+
+
 class Between:
     """The torch group of one rank of every domain, on CPU.
 

@@ -163,6 +163,13 @@ def meet(place: Place, timeout_s: float) -> tuple[Links, dict[int, ControlBlock]
         meeting.end()
 
 
+def stay_alone(place: Place) -> tuple[Links, dict[int, ControlBlock]]:
+    """What ``meet`` returns, for a rank that meets nobody."""
+    segment = Segment.create("control", ControlBlock.size(1))
+    segment.release_descriptor()
+    return Links(place.rank), {place.rank: ControlBlock(segment, 1)}
+
+
 @contextmanager
 def _store_errors() -> Iterator[None]:
     try:

@@ -154,6 +154,10 @@ class Watch:
         reason = f"rank {self.rank} failed in the middle of a call: {error!r}"
         self._own.set_state(state_of(error), str(error) if told else reason)
 
+    def abort(self, reason: str) -> None:
+        """Make the communicator unusable by a user's wish."""
+        self._own.set_state(board.ABORTED, reason)
+
     def close(self) -> None:
         self._own.set_state(board.CLOSED, f"rank {self.rank} closed its communicator")
 

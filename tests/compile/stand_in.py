@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 
 from fusedcomm.communicator import Communicator
+from fusedcomm.communicator.memory import Memory
 from fusedcomm.symmetric.devices import Domain
 
 GPU = torch.device("cuda", 0)
@@ -92,7 +93,7 @@ def gpu(capability: int, shared: int) -> Iterator[Driver]:
 
     driver = Driver(capability, shared)
     side = _side(GPU)
-    workspace, launches, tiles = Communicator.workspace, launch.launches, config.tiles_of
+    workspace, launches, tiles = Memory.workspace, launch.launches, config.tiles_of
     reduced = config.reduce_tiles
 
     def on_gpu(comm: Any, op: str, space: Any, text: str, device: torch.device) -> Any:
@@ -105,11 +106,8 @@ def gpu(capability: int, shared: int) -> Iterator[Driver]:
 
         patch(torch.cuda, device=lambda _: contextlib.nullcontext())
         patch(torch.cuda, current_device=driver.get_current_device)
-        patch(
-            Communicator,
-            gpu=lambda self, device: side,
-            workspace=lambda self, space, device: workspace(self, space),
-        )
+        patch(Communicator, gpu=lambda self, device: side)
+        patch(Memory, workspace=lambda self, space, device: workspace(self, space))
         patch(engine, _obstacle=lambda *args: None)
         chip = "sm_100" if capability == 100 else "sm_90"
         patch(config, _shared_bytes=lambda device: shared, _chip=lambda device: chip)

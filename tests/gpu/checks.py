@@ -276,7 +276,7 @@ def skew(rank: int, world_size: int) -> None:
 
 def counters_wrap_around(rank: int, world_size: int) -> None:
     comm = comm_of("wraps")
-    comm.first_epoch = 2**31 - 3
+    comm.memory.first_epoch = 2**31 - 3
     model = Model(comm, 16, rank, world_size)
     for number in range(8):
         model.eager(number)

@@ -169,7 +169,7 @@ def _two_channels(rank: int, world_size: int, setting: Setting) -> None:
 def _wrapping(rank: int, world_size: int, setting: Setting) -> None:
     """On a communicator whose counters begin just before they wrap around."""
     comm = fc.Communicator.of(channel=f"wraps, {setting.engine}")
-    comm.first_epoch = 2**31 - 3
+    comm.memory.first_epoch = 2**31 - 3
     x = torch.randn(setting.tokens, setting.inner)
     weight = torch.randn(setting.outer, setting.inner)
     rows = _rows(rank, world_size, setting)

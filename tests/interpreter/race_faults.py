@@ -76,7 +76,7 @@ def _consume_before_reading(self: Call, source: int, chunk: int = 0) -> None:
 @contextlib.contextmanager
 def _host_flags_of_another_workspace() -> Iterator[None]:
     """The second channel raises and awaits the flags of the first one's workspace."""
-    shared = fc.Communicator.of(channel="one")._workspaces
+    shared = fc.Communicator.of(channel="one").memory.workspaces
 
     def borrowed(method: Callable[..., None]) -> Callable[..., None]:
         def call(self: Call, *args: int) -> None:
@@ -103,7 +103,7 @@ def _kernel_flags_of_another_workspace() -> Iterator[None]:
     ranks = Launch.ranks
 
     def both(self: Launch) -> dict[str, Any]:
-        shared = fc.Communicator.of(channel="one")._workspaces[self.workspace.kind]
+        shared = fc.Communicator.of(channel="one").memory.workspaces[self.workspace.kind]
         arguments = ranks.fget(self)  # type: ignore[attr-defined]
         bases = torch.cat([arguments["bases"], shared.pointers])
         return {**arguments, "bases": bases}

@@ -119,7 +119,7 @@ def poisoned() -> Iterator[None]:
 
 def workspaces(comm: fc.Communicator) -> list[tuple[str, Workspace]]:
     """The communicator's workspaces, or its domain's, where it has several."""
-    return list((comm.inside or comm)._workspaces.items())
+    return list((comm.inside or comm).memory.workspaces.items())
 
 
 def poison_slots(comm: fc.Communicator) -> None:

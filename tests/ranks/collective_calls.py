@@ -69,7 +69,7 @@ class Checker:
         if options.get("out") is None:
             mine = storage_range(y)
             assert not overlap(mine, storage_range(x)), f"{name}: the result is the input"
-            for workspace in self.comm._workspaces.values():
+            for workspace in self.comm.memory.workspaces.values():
                 for segment in workspace.segments:
                     taken = range(segment.address, segment.address + segment.size)
                     assert not overlap(mine, taken), f"{name}: the result lies in the workspace"

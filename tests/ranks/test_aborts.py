@@ -155,7 +155,7 @@ def raise_within_plain(rank: int) -> Seen | None:
         work = partial(call, "all_gather_linear", comm, engine="plain")
         if rank != 1:
             return see(comm, work)
-        before(comm, "run_torch", partial(stumble, Stumbled))
+        before(comm.torch, "run", partial(stumble, Stumbled))
         with pytest.raises(Stumbled):
             work()
         return None

@@ -20,28 +20,28 @@ def check(rank: int) -> None:
 
     def grown(space: Space) -> object:
         with comm.collective(f"a call with {space}"):
-            return comm.workspace(space, CPU)
+            return comm.memory.workspace(space, CPU)
 
-    with mock.patch("fusedcomm.communicator.is_capturing", lambda: True):
+    with mock.patch("fusedcomm.communicator.memory.is_capturing", lambda: True):
         with pytest.raises(ValueError, match="Communicator.reserve"):
-            comm.require_room(SMALL, CPU)  # nothing is there yet
-    comm.require_room(LARGE, CPU)
+            comm.memory.require_room(SMALL, CPU)  # nothing is there yet
+    comm.memory.require_room(LARGE, CPU)
     first = grown(SMALL)
-    with mock.patch("fusedcomm.communicator.is_capturing", lambda: True):
-        comm.require_room(SMALL, CPU)
+    with mock.patch("fusedcomm.communicator.memory.is_capturing", lambda: True):
+        comm.memory.require_room(SMALL, CPU)
         for larger in (LARGE, SMALL._replace(chunks=2)):
             with pytest.raises(ValueError, match="'gather' would have to grow"):
-                comm.require_room(larger, CPU)
+                comm.memory.require_room(larger, CPU)
     comm.require_usable()
     # A graph keeps its memory when eager calls outgrow it; what no graph was captured on goes.
     first.captured = True  # type: ignore[attr-defined]
     second = grown(LARGE)
-    assert second is not first and comm._captured == [first]
+    assert second is not first and comm.memory.outgrown == [first]
     assert grown(SMALL) is second
     grown(LARGE._replace(region_bytes=16384))
-    assert comm._captured == [first]
+    assert comm.memory.outgrown == [first]
     comm.close()
-    assert comm._captured == []
+    assert comm.memory.outgrown == []
 
 
 def test_growth_and_captured_memory(pools: Pools) -> None:

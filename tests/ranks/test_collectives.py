@@ -162,7 +162,7 @@ def reserved(rank: int) -> None:
         with fc.Communicator.of(channel=f"reserved {shape}") as comm:
             for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
                 comm.reserve(op, shape)
-            before = comm._workspaces["collective"]
+            before = comm.memory.workspaces["collective"]
             checker = Checker(comm)
             for algorithm in ALGORITHMS:
                 checker.all_reduce(shape, algorithm=algorithm)
@@ -170,7 +170,7 @@ def reserved(rank: int) -> None:
                 checker.all_gather(shape, dim)
                 checker.reduce_scatter(shape, dim)
             checker.broadcast(shape, 0)
-            assert comm._workspaces["collective"] is before, shape
+            assert comm.memory.workspaces["collective"] is before, shape
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -34,10 +34,10 @@ def check_epochs(rank: int, first_epoch: int) -> None:
         )
     ):
         comm = fc.Communicator.of(channel=f"epochs {number}")
-        comm.first_epoch = first_epoch
+        comm.memory.first_epoch = first_epoch
         with planned(**plans):
             check(rank, CASES, comm)
-        for workspace in comm._workspaces.values():
+        for workspace in comm.memory.workspaces.values():
             words = workspace.segments[comm.rank].words
             epochs = [words[slot * 32] for slot in range(SLOTS)]
             assert all((epoch - first_epoch) % (1 << 32) > 3 for epoch in epochs), epochs

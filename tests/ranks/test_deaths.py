@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import fusedcomm as fc
 from fusedcomm import waiting
+from fusedcomm.communicator.torch_calls import TorchCalls
 from fusedcomm.symmetric.links import Links
 from fusedcomm.symmetric.shm import Segment
 from fusedcomm.testing import disturb
@@ -112,7 +113,7 @@ def die_in_gloo(rank: int, form: str, point: str, victim: int) -> Seen:
     comm.barrier()  # who has left this needs nothing more of the victim
     if rank == victim:
         if point == "before torch's part":
-            before(fc.Communicator, "run_torch", die)
+            before(TorchCalls, "run", die)
         else:
             before(waiting.Watch, "await_work", die)
     return see(comm, lambda: [call(form, comm, engine="plain") for _ in range(3)])

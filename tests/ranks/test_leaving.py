@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import fusedcomm as fc
 from fusedcomm import waiting
+from fusedcomm.communicator.torch_calls import TorchCalls
 from fusedcomm.testing import disturb
 from tests.conftest import Pools
 from tests.ranks.fault_calls import (
@@ -41,7 +42,7 @@ def stop_within(rank: int, form: str, engine: str, victim: int) -> tuple[Seen, f
     def calls() -> None:
         if engine == "plain":
             if rank == victim:
-                before(fc.Communicator, "run_torch", stop)
+                before(TorchCalls, "run", stop)
             for _ in range(2):  # torch may still complete the first when this rank goes on
                 call(form, comm, engine=engine)
             return

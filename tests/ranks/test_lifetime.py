@@ -213,7 +213,7 @@ def test_use_after_close(pools: Pools) -> None:
 def reopen_while_closing(rank: int) -> None:
     """One thread is still closing it when another has seen that it is closed."""
     comm = fc.Communicator.of()
-    before(comm._links, "close", partial(time.sleep, 0.3))
+    before(comm._watch.links, "close", partial(time.sleep, 0.3))
     thread = threading.Thread(target=comm.close)
     thread.start()
     while not refusal(comm):

@@ -49,14 +49,14 @@ def check_rows_are_there(rank: int) -> None:
 
     def beside() -> Tensor:
         dist.barrier()
-        (rows,) = comm.aside.values()
+        (rows,) = comm.calls.aside.values()
         coming = [piece for found in arriving(rows._routed, rank) for piece in found]
         assert coming and all(map(rows.has, coming))
         return factor * call["x"].sum()
 
     for _ in range(3):  # both slots, and the first one again
         y, result = fc.moe_ffn(**call, beside=beside)
-        assert torch.equal(y, plain) and not comm.aside
+        assert torch.equal(y, plain) and not comm.calls.aside
         for got, right in zip(gradients(y, call), expected, strict=True):
             assert torch.equal(got, right)
         (slope,) = torch.autograd.grad(result, factor)
@@ -107,7 +107,7 @@ class Watching(nn.Module):
     """A shared expert that sees whether the rows have set out."""
 
     def forward(self, x: Tensor) -> Tensor:
-        assert len(fc.Communicator.of().aside) == 1
+        assert len(fc.Communicator.of().calls.aside) == 1
         return x
 
 

@@ -107,7 +107,7 @@ def reserved(rank: int) -> None:
     comm = fc.Communicator.of(channel="reserved")
     comm.reserve("dispatch", (80, 16, 6), dtype=torch.bfloat16)
     comm.reserve("combine", (60, 16, 6), dtype=torch.bfloat16)
-    before = dict(comm._workspaces)
+    before = dict(comm.memory.workspaces)
     held = comm.workspace_bytes()
     assert held["moe rows"]["data"] == 2 * 80 * 32 and held["moe returns"]["data"] == 2 * 60 * 32
     for tokens in (1, 20, 7):
@@ -115,7 +115,7 @@ def reserved(rank: int) -> None:
         ids = (torch.arange(3 * tokens) % 6).view(tokens, 3)
         d = fc.dispatch(x, ids, None, 6, group=comm, capacity=80, max_tokens=20)
         fc.combine(d.x * 1.0, d).sum().backward()
-    assert comm._workspaces == before
+    assert comm.memory.workspaces == before
     comm.close()
 
 

@@ -31,7 +31,7 @@ SIZES = (0, 1, 7, PART_BYTES, PART_BYTES // 4 - 1, BUFFER_BYTES // 4, LARGE + 3)
 def exchange(rank: int, engine: str, first_epoch: int = 0) -> None:
     """Every ordered pair, one after the other, every size and many dtypes, in order."""
     with fc.Communicator.of(channel=f"exchange {engine}") as comm:
-        comm.first_epoch = first_epoch
+        comm.memory.first_epoch = first_epoch
         for sender in range(comm.world_size):
             for receiver in range(comm.world_size):
                 if sender == receiver or rank not in (sender, receiver):

@@ -74,7 +74,7 @@ class _Levels:
         """
         received = sent.new_empty(sum(takes))
         with self.inside.collective(self.step(name).text):
-            work = self.inside.start_torch(
+            work = self.inside.torch.start(
                 self.op,
                 lambda: self.between.all_to_all(_elements(received), _elements(sent), takes, sends),
             )
@@ -265,7 +265,7 @@ def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) 
         with inside.collective(levels.step("across").text):
             if inside.rank == place and out.numel():
                 data = _elements(out)
-                inside.run_torch(levels.op, lambda: levels.between.broadcast(data, origin))
+                inside.torch.run(levels.op, lambda: levels.between.broadcast(data, origin))
         collectives.broadcast(inside, levels.step("inside"), out, out, place)
 
 

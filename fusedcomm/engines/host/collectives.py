@@ -53,7 +53,7 @@ Bounds = list[tuple[int, int]]
 def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction: str) -> None:
     """``out = reduction over ranks of x``, bitwise equal on every rank; both flat."""
     # Peers may still read x there when this rank's result is written.
-    resident = None if out.data_ptr() == x.data_ptr() else comm.find_symmetric(x)
+    resident = None if out.data_ptr() == x.data_ptr() else comm.memory.find_symmetric(x)
     with comm.collective(plan.text + place(resident)):
         if comm.world_size == 1:
             out.copy_(x)
@@ -100,7 +100,7 @@ def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: B
     """``out[:, bounds[r]] = x of rank r``."""
     rank, dtype = comm.rank, x.dtype
     own = columns(out, bounds[rank])
-    resident = comm.find_symmetric(x)
+    resident = comm.memory.find_symmetric(x)
     with comm.collective(plan.text + place(resident)):
         if comm.world_size == 1:
             own.copy_(x)
@@ -133,7 +133,7 @@ def reduce_scatter(
 ) -> None:
     """``out = reduction over ranks of x[:, bounds[rank]]``, added in the order of ranks."""
     rank, world_size, dtype = comm.rank, comm.world_size, x.dtype
-    resident = comm.find_symmetric(x)
+    resident = comm.memory.find_symmetric(x)
     with comm.collective(plan.text + place(resident)):
         if world_size == 1:
             out.copy_(x)
@@ -181,7 +181,7 @@ def all_to_all(
     """
     rank, world_size, dtype = comm.rank, comm.world_size, x.dtype
     inner = x.shape[1]
-    resident = comm.find_symmetric(x)
+    resident = comm.memory.find_symmetric(x)
     with comm.collective(plan.text + place(resident)):
         if world_size == 1:
             out.copy_(x)
@@ -231,7 +231,9 @@ def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) 
             return
         for start, stop in pieces_of(x.numel(), dtype, planning.SLOT_BYTES):
             shape = (stop - start,)
-            call = comm.take("broadcast", space((stop - start) * dtype.itemsize, comm.world_size))
+            call = comm.memory.take(
+                "broadcast", space((stop - start) * dtype.itemsize, comm.world_size)
+            )
             if rank == src:
                 for peer in peers:
                     call.await_reader(peer)

@@ -97,7 +97,7 @@ def exchange(
 
     before: tuple[Call, Piece] | None = None
     for piece in pieces:
-        call = comm.take(op, need)
+        call = comm.memory.take(op, need)
         for peer in peers:
             call.await_reader(peer)
         if resident is None:
@@ -171,7 +171,7 @@ def exchange_counts(
     rank, world_size = comm.rank, comm.world_size
     peers = comm.successors
     shape = (2 * world_size,)
-    call = comm.take("all_to_all", space(16 * world_size, world_size))
+    call = comm.memory.take("all_to_all", space(16 * world_size, world_size))
     for peer in peers:
         call.await_reader(peer)
     call.write(rank, 0, shape, torch.int64).copy_(torch.tensor([*send_counts, *recv_counts]))

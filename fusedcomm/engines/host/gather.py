@@ -18,7 +18,7 @@ from fusedcomm.trace import span
 
 def describe(comm: Communicator, shard: torch.Tensor) -> str:
     """Where the shard lies, for the board: all ranks' must lie alike."""
-    found = comm.find_symmetric(shard)
+    found = comm.memory.find_symmetric(shard)
     return "" if found is None else f" in symmetric tensor {found[0].number} at {found[1]}"
 
 
@@ -44,9 +44,9 @@ def gather(
     rank, features, dtype = comm.rank, shard.shape[1], shard.dtype
     row_bytes = features * dtype.itemsize
     peers = successors(rank, comm.world_size)
-    resident = comm.find_symmetric(shard)
+    resident = comm.memory.find_symmetric(shard)
     if peers:
-        call = comm.take(op, gather_space(bounds, 0 if resident else row_bytes, pieces))
+        call = comm.memory.take(op, gather_space(bounds, 0 if resident else row_bytes, pieces))
         if resident is None:
             for peer in peers:
                 call.await_reader(peer)

@@ -44,7 +44,7 @@ def gather(
     inside, between = comm.inside, comm.between
     ranges = [[bounds[rank] for rank in ranks] for ranks in comm.topology.domains]
     rows = [_rows(of_domain[inside.rank]) for of_domain in ranges]
-    text, mine = comm.current_call, between.domain
+    text, mine = comm.calls.text, between.domain
     equal = len(set(rows)) == 1
     cut = rows if equal else [0 if domain == mine else rows[domain] for domain in range(len(rows))]
     shard = shard.contiguous()
@@ -55,7 +55,7 @@ def gather(
         agree(comm, op)
         if received.numel() or shard.numel():
             own = shard
-            crossing = inside.start_torch(op, lambda: _spread(between, received, own, cut, equal))
+            crossing = inside.torch.start(op, lambda: _spread(between, received, own, cut, equal))
     with inside.collective(f"{text}: own domain{describe(inside, shard)}"):
         yield from domain_gather.gather(inside, op, shard, ranges[mine], pieces)
     with inside.collective(f"{text}: rows arrive"):
@@ -98,7 +98,7 @@ def reduce_scatter(
         )
     inside, between = comm.inside, comm.between
     ranges = [[bounds[rank] for rank in ranks] for ranks in comm.topology.domains]
-    text, mine = comm.current_call, between.domain
+    text, mine = comm.calls.text, between.domain
     with inside.collective(f"{text}: agree"):
         agree(comm, op)
 
@@ -127,7 +127,7 @@ def reduce_scatter(
     crossing = None
     with inside.collective(f"{text}: sums cross"):
         if sent.numel() or received.numel():
-            crossing = inside.start_torch(
+            crossing = inside.torch.start(
                 op,
                 lambda: between.all_to_all(
                     as_bytes(received), as_bytes(sent), received_rows, sent_rows
@@ -147,8 +147,8 @@ def agree(comm: Communicator, op: str) -> None:
     inside, between = comm.inside, comm.between
     assert inside is not None and between is not None
     with span("wait", "agree with the other domains", rank=comm.rank):
-        told = between.describe(comm.current_call)
-        inside.run_torch(op, lambda: told[0])
+        told = between.describe(comm.calls.text)
+        inside.torch.run(op, lambda: told[0])
     between.check(told[1])
 
 
@@ -156,7 +156,7 @@ def finish(comm: Communicator, op: str, crossing: Work | None) -> None:
     """Within the domain's ``collective``: wait for what crosses."""
     assert comm.inside is not None
     with span("wait", "wait for the other domains", rank=comm.rank):
-        comm.inside.await_torch(op, crossing)
+        comm.inside.torch.wait(op, crossing)
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:

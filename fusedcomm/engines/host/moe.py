@@ -47,7 +47,7 @@ def exchange_counts(comm: Communicator, plan: Plan, counts: np.ndarray) -> np.nd
     peers = successors(comm.rank, comm.world_size)
     with comm.collective(plan.text):
         if peers:
-            call = comm.take(op, counts_space(len(counts), comm.world_size))
+            call = comm.memory.take(op, counts_space(len(counts), comm.world_size))
         for peer in peers:
             call.await_reader(peer)
             call.write(peer, 0, (len(counts),), torch.int32).copy_(own)

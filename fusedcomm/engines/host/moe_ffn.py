@@ -118,7 +118,7 @@ def moe_send(comm: Communicator, plan: Plan, x: Tensor, routed: Routed) -> int:
     with comm.collective(f"{plan.text}, {table_text(routed.layout)}"):
         rows = Rows(comm, "moe_ffn", routed, x.shape[1], x.dtype)
         rows.send(x.contiguous(), None)
-        return comm.put_aside(rows)
+        return comm.calls.put_aside(rows)
 
 
 def moe_ffn(
@@ -151,7 +151,7 @@ def moe_ffn(
             rows = Rows(comm, "moe_ffn", routed, hidden, x.dtype)
             rows.send(x.contiguous(), None)
         else:
-            rows = comm.take_up(sent)
+            rows = comm.calls.take_up(sent)
         returns = Returns(comm, "moe_ffn", routed, hidden, x.dtype)
         work = _Work(comm, routed)
         work.begin(returns)

@@ -81,7 +81,7 @@ class Rows:
         self._received = routed.layout.received.tolist()
         self._hidden, self._dtype = hidden, dtype
         space = rows_space(routed.terms, routed.layout, hidden * dtype.itemsize)
-        self.call: Call = comm.take(op, space)
+        self.call: Call = comm.memory.take(op, space)
         self.own = torch.empty(0)
 
     def _region(self, owner: int) -> Tensor:
@@ -162,7 +162,7 @@ class Returns:
         self._closing = chunks(routed.layout.placement) - 1
         self._hidden, self._dtype = hidden, dtype
         space = returns_space(routed.terms, routed.layout, hidden * dtype.itemsize)
-        self.call: Call = comm.take(op, space)
+        self.call: Call = comm.memory.take(op, space)
         sent = routed.layout.sent.tolist()
         for peer in self._peers:
             self.call.await_reader(peer)

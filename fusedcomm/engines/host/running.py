@@ -113,7 +113,7 @@ class Execution:
         self._reduction = reduction
         self._divisor = comm.world_size if reduction == "avg" else 1
         self._resident = resident
-        self._call: Call = comm.take(op, space(self._size * self._bytes, comm.world_size))
+        self._call: Call = comm.memory.take(op, space(self._size * self._bytes, comm.world_size))
 
     def run(self, stage: int) -> None:
         """Run a stage; the result is there when the last one is done."""

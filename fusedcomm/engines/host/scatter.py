@@ -47,7 +47,7 @@ def reduce_scatter(
     rank, world_size = comm.rank, comm.world_size
     row_bytes = features * wire.itemsize
     if world_size > 1:
-        call = comm.take(op, scatter_space(bounds, row_bytes, pieces))
+        call = comm.memory.take(op, scatter_space(bounds, row_bytes, pieces))
     *owners, _ = reduce_order(rank, world_size)
     for owner in owners:
         call.await_reader(owner)

@@ -218,7 +218,7 @@ def _one_shot(
         sum_of_linears(own, xs, weights)
         return add_in_order([own], bias, xs[0].dtype)
     peers = successors(rank, world_size)
-    call = comm.take(op, one_shot_space(shape[0], shape[1] * wire.itemsize))
+    call = comm.memory.take(op, one_shot_space(shape[0], shape[1] * wire.itemsize))
     for peer in peers:
         call.await_reader(peer)
     own = call.write(rank, 0, shape, wire)

@@ -30,11 +30,11 @@ def all_gather_rows(
 ) -> torch.Tensor:
     """All ranks' rows; shorter shards travel padded."""
     rows, total = bounds[0][1], bounds[-1][1]
-    comm.await_peers(op, exchanging=rows * shard.shape[1] > 0)
+    comm.calls.await_peers(op, exchanging=rows * shard.shape[1] > 0)
     padded = _padded(shard, rows)
     gathered = shard.new_empty(rows * comm.world_size, shard.shape[1])
     if gathered.numel():
-        comm.run_torch(op, lambda: _all_gather(gathered, padded, group=comm.group, async_op=True))
+        comm.torch.run(op, lambda: _all_gather(gathered, padded, group=comm.group, async_op=True))
     # torch.chunk's shards are full but for the last ones, so all padding lies at the end.
     return gathered[:total]
 
@@ -52,11 +52,11 @@ def reduce_scatter_rows(
         all_reduce_in_place(comm, op, partial)
         return partial[first:last].clone()
     rows = bounds[0][1]
-    comm.await_peers(op, exchanging=rows * partial.shape[1] > 0)
+    comm.calls.await_peers(op, exchanging=rows * partial.shape[1] > 0)
     padded = _padded(partial, rows * comm.world_size)
     own = partial.new_empty(rows, partial.shape[1])
     if own.numel():
-        comm.run_torch(op, lambda: _reduce_scatter(own, padded, group=comm.group, async_op=True))
+        comm.torch.run(op, lambda: _reduce_scatter(own, padded, group=comm.group, async_op=True))
     return own[: last - first]
 
 
@@ -67,9 +67,9 @@ def all_reduce_in_place(
     reduction: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> None:
     """Replace ``tensor`` by its sum (or another reduction) over the ranks."""
-    comm.await_peers(op, exchanging=tensor.numel() > 0)
+    comm.calls.await_peers(op, exchanging=tensor.numel() > 0)
     if tensor.numel():
-        comm.run_torch(
+        comm.torch.run(
             op, lambda: dist.all_reduce(tensor, reduction, group=comm.group, async_op=True)
         )
 
@@ -148,12 +148,12 @@ def all_to_all(
             rows = all_gather_rows(comm, op, mine, bounds).tolist()
             counts = check_all_counts(rows)
             some = x.shape[1] > 0 and any(map(any, counts))
-        comm.await_peers(op, exchanging=some)
+        comm.calls.await_peers(op, exchanging=some)
         if not some:
             return
         received, sent = _as_bytes(out), _as_bytes(x)
         splits = (list(recv_counts), list(send_counts))
-        comm.run_torch(
+        comm.torch.run(
             op,
             lambda: dist.all_to_all_single(
                 received, sent, *splits, group=comm.group, async_op=True
@@ -166,11 +166,11 @@ def broadcast(comm: Communicator, plan: Plan, x: torch.Tensor, out: torch.Tensor
     with comm.collective(plan.text):
         if comm.rank == src and out.data_ptr() != x.data_ptr():
             out.copy_(x)
-        comm.await_peers("broadcast", exchanging=x.numel() > 0)
+        comm.calls.await_peers("broadcast", exchanging=x.numel() > 0)
         if x.numel():
             root = dist.get_global_rank(comm.group, src)
             data = _as_bytes(out)
-            comm.run_torch(
+            comm.torch.run(
                 "broadcast", lambda: dist.broadcast(data, root, group=comm.group, async_op=True)
             )
 

@@ -25,8 +25,8 @@ def exchange_counts(comm: Communicator, plan: Plan, counts: np.ndarray) -> np.nd
     own = torch.from_numpy(counts).to(comm.device)
     rows = [torch.empty_like(own) for _ in range(comm.world_size)]
     with comm.collective(plan.text):
-        comm.await_peers("dispatch")
-        comm.run_torch(
+        comm.calls.await_peers("dispatch")
+        comm.torch.run(
             "dispatch", lambda: dist.all_gather(rows, own, group=comm.group, async_op=True)
         )
     return torch.stack(rows).cpu().numpy()
@@ -154,9 +154,9 @@ def _exchange(
     out_splits: list[int],
     in_splits: list[int],
 ) -> None:
-    comm.await_peers(op)
+    comm.calls.await_peers(op)
     with span("copy", "all-to-all", rank=comm.rank):
-        comm.run_torch(
+        comm.torch.run(
             op,
             lambda: dist.all_to_all_single(
                 out, rows, out_splits, in_splits, group=comm.group, async_op=True

@@ -60,7 +60,7 @@ def begin(comm: Communicator, sends: bool, x: Tensor, peer: int) -> Transfer:
         try:
             work = start(data, dist.get_global_rank(comm.group, peer), group=comm.group)
         except RuntimeError as error:
-            raise comm.explained("point-to-point", error) from error
+            raise comm.torch.explained("point-to-point", error) from error
         assert work is not None
         return Transfer(work, x.device)
 
@@ -69,7 +69,7 @@ def finish(comm: Communicator, transfers: list[Transfer]) -> None:
     """Wait for all of them."""
     with comm.pairwise():
         for transfer in transfers:
-            comm.run_torch("point-to-point", lambda work=transfer: work)  # type: ignore[misc]
+            comm.torch.run("point-to-point", lambda work=transfer: work)  # type: ignore[misc]
 
 
 def is_done(comm: Communicator, transfer: Transfer) -> bool:

@@ -56,7 +56,7 @@ class Launch:
         self.rank = comm.rank
         self.world_size = comm.world_size
         self.device = device
-        self.workspace = comm.workspace(space, device)
+        self.workspace = comm.memory.workspace(space, device)
         self.slot = self.workspace.take_slot()
         self.gpu = None if device.type == "cpu" else comm.gpu(device)
         if self.gpu is None:
@@ -66,7 +66,7 @@ class Launch:
         else:
             self.record, self._host_record = self.gpu.record, self.gpu.host_record
             self._limit, self._op = self.gpu.limit, self.gpu.op_number(op)
-        self._fence = comm.fence
+        self._fence = comm.memory.fence
         self._side: SideStream | None = None
         self._forked = False
         #: The other workspaces of the same call; their steps are in one queue with these.
@@ -238,6 +238,14 @@ def _kind_of(value: Any) -> Any:
     return value
 
 
+def _compare_first(comm: Communicator, op: str, text: str, device: torch.device) -> None:
+    """Within a call: compare it with the peers', the first time or where it is asked for."""
+    seen = comm.gpu(device).seen
+    if comm.check or text not in seen:
+        comm.calls.await_peers(op, exchanging=False)
+        seen.add(text)
+
+
 @contextmanager
 def launches(
     comm: Communicator, op: str, space: Space, text: str, device: torch.device, *beside: Space
@@ -251,7 +259,7 @@ def launches(
         device: of the tensors.
 
     Raises:
-        FusedcommError: of a wait in an interpreted kernel, see ``Communicator.await_any``; of an
+        FusedcommError: of a wait in an interpreted kernel, see ``Calls.await_any``; of an
             earlier call on a GPU, see ``GpuSide.enter``.
         ValueError: memory is lacking while a graph is captured.
     """
@@ -262,23 +270,23 @@ def launches(
             stack.enter_context(torch.cuda.device(device))
             comm.gpu(device).enter()
             for needed in (space, *beside):
-                comm.require_room(needed, device)
+                comm.memory.require_room(needed, device)
         stack.enter_context(comm.collective(text))
         if device.type != "cpu":
-            comm.compare_first(op, text, device)
+            _compare_first(comm, op, text, device)
         launch = Launch(comm, op, space, device)
         launch.beside = [Launch(comm, op, other, device, launch) for other in beside]
         everything = (launch, *launch.beside)
         if device.type == "cpu":
             stack.callback(setattr, signals, "relax", signals.relax)
-            signals.relax = comm.await_any(op)
+            signals.relax = comm.calls.await_any(op)
         try:
             for each in everything:
                 each.begin()
             yield launch
             if device.type == "cpu":
                 launch.flush()
-                comm.compare_peers()
+                comm.calls.compare_peers()
             for each in everything:
                 each.end()
             launch.flush()

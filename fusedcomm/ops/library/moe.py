@@ -63,7 +63,7 @@ def _ranks(owners: str) -> tuple[int, ...]:
 def _decide(op: str, like: Tensor, top_k: int, what: str, where: Where) -> _Run:
     num_experts, owners, align, capacity, max_tokens, group, channel, engine = where
     comm = Communicator.named(group, channel)
-    if comm.aside and op != "moe_ffn":
+    if comm.calls.aside and op != "moe_ffn":
         raise ValueError(
             f"{op} on a channel where a moe_ffn is under way: what runs beside it must use another "
             "channel"

@@ -66,10 +66,11 @@ class AddressBook:
             return
         for comm in Communicator.live():
             suffix = f", channel {comm.channel!r}" if comm.channel else ""
-            named = [(f"workspace {kind}", w.segments) for kind, w in comm._workspaces.items()]
-            for reference in list(comm._symmetric.values()):
-                if (tensor := reference()) is not None:
-                    named.append((f"symmetric tensor {tensor.number}", tensor.segments))
+            named = [
+                (f"workspace {kind}", w.segments) for kind, w in comm.memory.workspaces.items()
+            ]
+            for tensor in comm.memory.tensors():
+                named.append((f"symmetric tensor {tensor.number}", tensor.segments))
             if comm._pairs is not None:
                 for source, receiver, memory in comm._pairs.segments():
                     if found := self.memory_of(memory.address):

@@ -1,0 +1,102 @@
+"""The communicators of this process: one a group and channel, made by one thread at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fusedcomm.communicator.life import CLOSED_TEXT
+from fusedcomm.errors import ClosedError
+from fusedcomm.topology import Topology
+from fusedcomm.topology.declared import Declared, declared_topology
+
+if TYPE_CHECKING:
+    from fusedcomm.communicator.communicator import Communicator
+
+#: Seconds a wait may last by default: a peer may be compiling.
+DEFAULT_TIMEOUT_S = 600.0
+
+_Key = tuple[str, str]  # a group's name, a channel
+_present: dict[_Key, Communicator] = {}
+_closed: set[_Key] = set()
+_making: defaultdict[_Key, threading.Lock] = defaultdict(threading.Lock)
+_lock = threading.Lock()
+
+
+def obtain(
+    group: dist.ProcessGroup,
+    channel: str,
+    timeout_s: float | None,
+    topology: Declared,
+    make: Callable[[dist.ProcessGroup, str, float, Topology | None], Communicator],
+) -> Communicator:
+    """The communicator that there is, or one that ``make`` makes; see ``Communicator.of``."""
+    key = (group.group_name, channel)
+    found = _find(key, group)
+    if found is not None and timeout_s is None and topology is None:
+        return found
+    with _lock:
+        making = _making[key]
+    with making:  # One lock a key: threads may make theirs in another order on every rank.
+        found = _find(key, group)
+        if found is None and (stale := _present.get(key)) is not None:
+            # It is being closed by a thread, or its group was destroyed and another took the name.
+            stale.close()
+        declared = None
+        if found is None or topology is not None:  # Not in every call of an operation.
+            declared = declared_topology(topology, dist.get_process_group_ranks(group))
+        if found is None:
+            limit = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+            # Perhaps torch.export is tracing, or a model is built on the meta device: what is
+            # mapped here is real memory all the same.
+            with _disable_current_modes(), torch.device("cpu"):
+                found = _present[key] = make(group, channel, limit, declared)
+            _closed.discard(key)
+        elif topology is not None and found.declared != declared:
+            raise ValueError(
+                f"this group has a communicator with {found.topology}; close() it on every "
+                f"rank before one with {declared} is made, or give the new one a channel"
+            )
+        if timeout_s is not None:
+            found.set_timeout(timeout_s)
+    return found
+
+
+def _find(key: _Key, group: dist.ProcessGroup) -> Communicator | None:
+    """The open communicator of this very group, if there is one."""
+    found = _present.get(key)
+    return None if found is None or found.closed or found.group is not group else found
+
+
+def named(group_name: str, channel: str) -> Communicator | None:
+    """The open communicator of that name, if there ever was one.
+
+    Raises:
+        ClosedError: it was closed, and no other made since.
+    """
+    key = (group_name, channel)
+    found = _present.get(key)
+    if found is not None and not found.closed:
+        return found
+    if found is not None or key in _closed:
+        raise ClosedError(CLOSED_TEXT)
+    return None
+
+
+def live() -> list[Communicator]:
+    """All that are open."""
+    return list(_present.values())
+
+
+def forget(closed: Communicator) -> None:
+    """A communicator was closed."""
+    key = (closed.group.group_name, closed.channel)
+    if _present.get(key) is closed:
+        del _present[key]
+        _closed.add(key)
