@@ -35,7 +35,7 @@ def test_four_domains_of_two(pools: Pools) -> None:
 
 
 def few_send(rank: int) -> None:
-    """Only rank 0 has something, for a rank of another domain: the others take part all the same."""
+    """Only rank 0 has something, for a rank of another domain: the others take part too."""
     send, recv = [0] * 8, [0] * 8
     if rank == 0:
         send[2] = 3
