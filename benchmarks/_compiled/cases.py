@@ -224,6 +224,16 @@ _PUSH_ROWS = Case(
     pointers=_pointers("data", index="*i64", scale="*fp32", segments="*i64", pieces_W="*i32"),
 )
 _GATED = {"ACTIVATION": "swiglu", "GATED": True, "KEEP": True}
+_GROUPED_GRADIENT = Case(
+    "grouped_weight_grad",
+    "grouped_weight_grad_kernel",
+    product="gradient",
+    plain="linear_kernel, gradient",
+    more={"PRECISION": "ieee"},
+    units=("stride_gk",),
+    pointers=_pointers("dy x grad", **_BLOCKS),
+    extents=("BN", "BK", "BM"),
+)
 
 
 def _of(case: Case, variant: str, more: Mapping[str, Any] | None = None, **changes: Any) -> Case:
@@ -256,6 +266,7 @@ CASES: list[Case] = [
         units=("stride_xk", "stride_wn")),
     _of(_PLAIN, "gradient", product="gradient", units=("stride_xm", "stride_wn")),
     _float32(_PLAIN),
+    _of(_float32(_PLAIN), "float32, gradient", units=("stride_xm", "stride_wn")),
     # Gathered rows times a weight.
     _CONSUME,
     _of(_CONSUME, "bias", {"HAS_BIAS": True}),
@@ -320,6 +331,12 @@ CASES: list[Case] = [
     _of(_DOWN, "small", product="small", plain="linear_kernel, small"),
     _of(_DOWN, "transposed weight", product="transposed", units=("stride_wn",),
         plain="linear_kernel, transposed weight"),
+    _GROUPED_GRADIENT,
+    _of(_GROUPED_GRADIENT, "transposed result", units=("stride_gn",)),
+    _float16(_GROUPED_GRADIENT),
+    dataclasses.replace(_float32(_GROUPED_GRADIENT), plain="linear_kernel, float32, gradient"),
+    Case("grouped_weight_grad", "grouped_bias_grad_kernel", more={"BM": 8, "BN": 256}, warps=1,
+         pointers=_pointers("dy grad", **_BLOCKS)),
     _PUSH_ROWS,
     _of(_PUSH_ROWS, "scaled", {"SCALED": True}),
     Case("moe_rows", "await_kernel", waits=1, pointers=_pointers("")),

@@ -6,12 +6,15 @@ Rank functions: they run on the ranks of a pool.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import triton.language as tl
 
 import fusedcomm as fc
 from fusedcomm.engines.triton import config, moe
+from fusedcomm.engines.triton.launch import Launch
 from fusedcomm.kernels import moe_rows
 from fusedcomm.planning import routing
 from fusedcomm.protocol import Workspace
@@ -34,7 +37,7 @@ def calls(rank: int, world_size: int, op: str, same_slot: bool) -> None:
             stack.enter_context(replaced(Workspace, take_slot=lambda self: 0))
         for number in range(CALLS):
             tokens = 0 if number == 1 and rank == 0 else 20 + number
-            (_pair if op == "pair" else _ffn)(rank, world_size, tokens)
+            CALLED[op](rank, world_size, tokens)
 
 
 def faulty_calls(rank: int, world_size: int, op: str, fault: str) -> None:
@@ -50,15 +53,53 @@ def _pair(rank: int, world_size: int, tokens: int) -> None:
     fc.combine(d.x * 2.0, d).sum().backward()
 
 
-def _ffn(rank: int, world_size: int, tokens: int) -> None:
+def _ffn(rank: int, world_size: int, tokens: int, input_gradient: bool = True) -> torch.Tensor:
     local = len(routing.place(EXPERTS, world_size).experts[rank])
-    x = torch.randn(tokens, HIDDEN, requires_grad=True)
+    x = torch.randn(tokens, HIDDEN, requires_grad=input_gradient)
     w13 = torch.randn(local, 2 * FFN, HIDDEN, requires_grad=True)
     w2 = torch.randn(local, HIDDEN, FFN, requires_grad=True)
+    b13 = torch.randn(local, 2 * FFN, requires_grad=True)
+    b2 = torch.randn(local, HIDDEN, requires_grad=True)
     ids = torch.randint(-1, EXPERTS, (tokens, 2))
     weights = torch.rand(tokens, 2, requires_grad=True)
-    y = fc.moe_ffn(x, ids, weights, w13, w2, num_experts=EXPERTS, engine="triton")
-    y.sum().backward()
+    y = fc.moe_ffn(x, ids, weights, w13, w2, b13=b13, b2=b2, num_experts=EXPERTS, engine="triton")
+    return y.sum()
+
+
+def _backward_twice(rank: int, world_size: int, tokens: int) -> None:
+    """Two backward passes in a row, which exchange nothing but the rows' gradients."""
+    losses = [_ffn(rank, world_size, tokens + n, input_gradient=False) for n in range(2)]
+    for loss in losses:
+        loss.backward()
+
+
+CALLED: dict[str, Callable[[int, int, int], None]] = {
+    "pair": _pair,
+    "moe_ffn": lambda *args: _ffn(*args).backward(),
+    "backward twice": _backward_twice,
+}
+
+
+@contextlib.contextmanager
+def _gradients_behind_the_end() -> Iterator[None]:
+    """The rows' memory is given back before the weights' gradients are made of them."""
+    gradients = moe.experts_grads
+
+    def late(launch: Launch, *args: Any) -> list[torch.Tensor | None]:
+        before = len(launch._steps)
+        found = gradients(launch, *args)
+        steps, end = launch._steps[before:], launch.end
+        del launch._steps[before:]
+
+        def early() -> None:
+            end()
+            launch._steps.extend(steps)
+
+        launch.end = early  # type: ignore[method-assign]
+        return found
+
+    with replaced(moe, experts_grads=late):
+        yield
 
 
 _WAIT = "ok = wait_at_least(flag, epoch, limit, record, READY, source, {})"
@@ -76,4 +117,5 @@ FAULTS = {
     "the first tile signals": _kernels(
         "grouped_linear", (_RETURNED, "if count_in(counters + source, 1):")
     ),
+    "gradients behind the end": _gradients_behind_the_end,
 }

@@ -8,14 +8,19 @@ from fusedcomm.testing import races
 from tests.interpreter.moe_race_calls import calls, faulty_calls
 
 
-@pytest.mark.parametrize("op", ["pair", "moe_ffn"])
-@pytest.mark.parametrize("world_size, same_slot", [(2, True), (3, False)])
+@pytest.mark.parametrize(
+    "op, world_size, same_slot",
+    [(op, *how) for op in ("pair", "moe_ffn") for how in ((2, True), (3, False))]
+    + [("backward twice", 2, True)],
+)
 def test_every_kernel_is_clean(pools, op, world_size, same_slot):
     pool = pools(world_size, TRITON_INTERPRET="1")
     recordings = pool.run(races.recorded, calls, world_size, op, same_slot, timeout_s=200)
     assert races.check(recordings) == []
     used = {"push_rows_kernel", "await_kernel", "take_kernel", "sum_kernel"}
-    used |= {"up_kernel", "down_kernel"} if op == "moe_ffn" else set()
+    if op != "pair":
+        used |= {"up_kernel", "down_kernel"}
+        used |= {"grouped_weight_grad_kernel", "grouped_bias_grad_kernel"}
     events = [event for recording in recordings for event in recording.events]
     assert used <= {event.launch.kernel for event in events if event.launch}
     assert {event.kind for event in events} >= {"read", "write", "acquire", "release", "count"}
@@ -29,6 +34,7 @@ def test_every_kernel_is_clean(pools, op, world_size, same_slot):
         ("the end not awaited", "pair"),
         ("the first block signals", "pair"),
         ("the first tile signals", "moe_ffn"),
+        ("gradients behind the end", "backward twice"),
     ],
 )
 def test_a_fault_is_found(pools, fault, op):

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.experts import Experts, activate_backward, experts_grads
+from fusedcomm.engines.experts import Experts, activate_backward
 from fusedcomm.engines.routed import Routed
 from fusedcomm.engines.triton.arguments import blocks, meta
 from fusedcomm.engines.triton.collectives import all_gather
 from fusedcomm.engines.triton.config import Tiles, tiles_of
+from fusedcomm.engines.triton.experts_grads import experts_grads
 from fusedcomm.engines.triton.launch import Launch, launches
 from fusedcomm.engines.triton.places import Places, Segments
 from fusedcomm.kernels import grouped_linear, moe_rows
@@ -117,18 +118,16 @@ def moe_ffn_backward(
     needs: list[bool],
 ) -> list[Tensor | None]:
     """From dy: dx, and the gradients of w13, w2, b13 and b2; see the host engine."""
-    rank, hidden, total = comm.rank, dy.shape[1], z.shape[0]
-    places = Places(routed, rank, dy.device)
+    hidden, total = dy.shape[1], z.shape[0]
+    places = Places(routed, comm.rank, dy.device)
     row_bytes = hidden * dy.dtype.itemsize
     spaces = [rows_space(routed.terms, routed.layout, row_bytes)]
     if need_x:
         spaces.append(returns_space(routed.terms, routed.layout, row_bytes))
     up = experts.w13 if experts.style.transposed else experts.w13.transpose(1, 2)
     down = experts.w2 if experts.style.transposed else experts.w2.transpose(1, 2)
-    dh, da = dy.new_empty(total, hidden), z.new_empty(total, experts.ffn)
-    dz = torch.empty_like(z)
+    da, dz = z.new_empty(total, experts.ffn), torch.empty_like(z)
     dx: Tensor | None = None
-    grads: list[Tensor | None] = []
     text = _text(plan, routed)
     with launches(comm, "moe_ffn_backward", spaces[0], text, dy.device, *spaces[1:]) as rows:
         scale = routed.scale(weights)
@@ -138,10 +137,9 @@ def moe_ffn_backward(
         if need_x:
             _down(rows.beside[0], places, routed, dz, up, None)
         _await(rows, places)
-        _take(rows, places, dh)
-        rows.call(
-            lambda: grads.extend(experts_grads(dh, da, dz, x_rows, experts, routed, rank, needs))
-        )
+        # Read where they arrived: the slot is this call's until it ends.
+        dh = rows.workspace.part(comm.rank, rows.slot, 0, (total, hidden), dy.dtype)
+        grads = experts_grads(rows, places, dh, da, dz, x_rows, experts, needs)
         if need_x:
             _await(rows.beside[0], places)
             dx, _ = _sum(rows.beside[0], dy, None, routed, False)
