@@ -6,7 +6,8 @@ The paths of a case, each with its output allocated before (S is the bytes of th
     fusedcomm, symmetric  the same on a symmetric tensor: peers read the input where it is
     gloo                  torch.distributed's collective on gloo; its all-reduce in place
     MPI                   the same in MPI's shared memory, where mpi4py and mpirun are installed:
-                          processes of their own on the same cores, ordered by the benchmark's
+                          processes of their own on the same cores, ordered by the benchmark's,
+                          with memory in pages of the same size
 
 They run in turn, in one run, so that what disturbs the machine disturbs all of them.
 """

@@ -132,7 +132,7 @@ class ControlBlock:
         if self._numbers[start // 8] != number:
             return None
         encoded, length = _encoded(text), self._words[start // 4 + 2]
-        same = bytes(self._bytes[start + _TEXT : start + _TEXT + length]) == encoded
+        same = self._bytes[start + _TEXT : start + _TEXT + length] == encoded
         return same if self._numbers[start // 8] == number else None  # it was being rewritten
 
     def posted(self, number: int) -> bool:

@@ -32,7 +32,7 @@ explains why this is safe; ``fusedcomm.testing.protocol_model`` checks it over a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +90,24 @@ class Space(NamedTuple):
     shared: bool = False
 
 
+class Pair(NamedTuple):
+    """This rank and a peer in one slot: the peer's memory and where the four flags lie.
+
+    Attributes:
+        there: the peer's memory.
+        ready, consumed: the words there that this rank sets; of its first chunk.
+        came, read: the words here that the peer sets; of its first chunk.
+        data: the offset of what the peer writes, in whichever memory that is.
+    """
+
+    there: Any
+    ready: int
+    consumed: int
+    came: int
+    read: int
+    data: int
+
+
 class Workspace:
     """The symmetric memory of one kind of operation. Made and grown collectively."""
 
@@ -138,6 +156,9 @@ class Workspace:
             first_epoch,
         )
         self._rank = watch.rank
+        self._here = self.segments[watch.rank]
+        #: By slot and peer; worked out when they are first used.
+        self._pairs: list[list[Pair]] = []
         #: int64 ``[world_size]``: where each rank's memory lies for this rank's kernels.
         self.pointers = torch.tensor(
             [segment.address for segment in self.segments], dtype=torch.int64, device=device
@@ -171,9 +192,29 @@ class Workspace:
 
     def advance(self, slot: int) -> int:
         """The slot's epoch, advanced for the call that begins. (Kernels do it themselves.)"""
-        words, index = self.segments[self._rank].words, self.epoch_index(slot)
-        words[index] = following(words[index])
-        return words[index]
+        words, index = self._here.words, slot * _FLAG_WORDS
+        words[index] = epoch = following(words[index])
+        return epoch
+
+    def pairs(self, slot: int) -> list[Pair]:
+        """This rank and each of all ranks in a slot."""
+        if not self._pairs:
+            rank = self._rank
+            self._pairs = [
+                [
+                    Pair(
+                        there,
+                        self.ready_index(slot, rank, 0),
+                        self.consumed_index(slot, rank),
+                        self.ready_index(slot, peer, 0),
+                        self.consumed_index(slot, peer),
+                        self.data_offset(slot, peer),
+                    )
+                    for peer, there in enumerate(self.segments)
+                ]
+                for slot in range(self.slots)
+            ]
+        return self._pairs[slot]
 
     def epoch_index(self, slot: int) -> int:
         return slot * _FLAG_WORDS
@@ -204,36 +245,67 @@ class Workspace:
 class Call:
     """One call of an operation on one slot of its workspace: the host's waits and signals."""
 
+    __slots__ = (
+        "rank",
+        "_watch",
+        "_workspace",
+        "_op",
+        "_slot",
+        "_epoch",
+        "_here",
+        "_pairs",
+        "_compared",
+    )
+
     def __init__(self, watch: Watch, workspace: Workspace, op: str) -> None:
         self.rank = watch.rank
         self._watch = watch
         self._workspace = workspace
         self._op = op
-        self._slot = workspace.take_slot()
-        self._epoch = workspace.advance(self._slot)
+        self._slot = slot = workspace.take_slot()
+        self._epoch = workspace.advance(slot)
+        self._here = workspace.segments[watch.rank]
+        self._pairs = workspace.pairs(slot)
         self._compared: set[int] = set()
-        self._record("begin", self.rank, -1)
+        if _recorder is not None:
+            self._record("begin", self.rank, -1)
 
     def await_reader(self, reader: int) -> None:
         """Wait until ``reader`` is done with what this rank wrote in the slot's last use."""
         self._await_consumed(reader, self._epoch - 1)
 
-    def await_done(self, reader: int) -> None:
-        """Wait until ``reader`` is done with what this rank offered in this very call."""
-        self._await_consumed(reader, self._epoch)
+    def await_readers(self, readers: Sequence[int]) -> None:
+        """``await_reader`` for each."""
+        watch, words, pairs, before = self._watch, self._here.words, self._pairs, self._epoch - 1
+        for reader in readers:
+            if _recorder is not None or not watch.poll(words, pairs[reader].read, before):
+                self._await_consumed(reader, before)
+
+    def await_done(self, readers: Sequence[int]) -> None:
+        """Wait until ``readers`` are done with what this rank offered in this very call."""
+        for reader in readers:
+            self._await_consumed(reader, self._epoch)
 
     def write(
         self, owner: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype, chunk: int = 0
     ) -> torch.Tensor:
         """A part of this rank's region of the slot in ``owner``'s memory, for it to write."""
-        return self._part("write", owner, self.rank, offset, shape, dtype, chunk)
+        start = self._pairs[self.rank].data + offset
+        part = self._pairs[owner].there.tensor(start, shape, dtype)
+        if _recorder is not None:
+            self._record_part("write", owner, chunk, self._workspace.kind, start, part)
+        return part
 
     def read(
         self, source: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype, chunk: int = 0
     ) -> torch.Tensor:
         """The part of the slot that ``source`` wrote for this rank, for it to read."""
         owner = self.rank if self._workspace.pushed else source
-        return self._part("read", owner, source, offset, shape, dtype, chunk)
+        start = self._pairs[source].data + offset
+        part = self._pairs[owner].there.tensor(start, shape, dtype)
+        if _recorder is not None:
+            self._record_part("read", owner, chunk, self._workspace.kind, start, part)
+        return part
 
     def read_symmetric(
         self,
@@ -249,36 +321,47 @@ class Call:
         No slot protects such memory: the call must end with ``await_done`` for every reader.
         """
         part = tensor.segments[source].tensor(offset, shape, dtype)
-        self._record_part("read", source, chunk, f"symmetric {tensor.number}", offset, part)
+        if _recorder is not None:
+            self._record_part("read", source, chunk, f"symmetric {tensor.number}", offset, part)
         return part
 
     def signal(self, reader: int, chunk: int = 0) -> None:
         """Tell ``reader`` that this rank's ``chunk`` is written; it awaits this in ``wait``."""
-        self._record("signal", reader, chunk)
-        workspace = self._workspace
+        if _recorder is not None:
+            self._record("signal", reader, chunk)
+        pair = self._pairs[reader]
         self._watch.fence()
-        index = workspace.ready_index(self._slot, self.rank, chunk)
-        workspace.segments[reader].words[index] = self._epoch
+        pair.there.words[pair.ready + chunk * _FLAG_WORDS] = self._epoch
+
+    def signal_all(self, readers: Sequence[int]) -> None:
+        """``signal`` to each, of chunk 0; one fence for all."""
+        if _recorder is not None:
+            for reader in readers:
+                self._record("signal", reader, 0)
+        pairs, epoch = self._pairs, self._epoch
+        self._watch.fence()
+        for reader in readers:
+            pair = pairs[reader]
+            pair.there.words[pair.ready] = epoch
 
     def wait(self, source: int, chunk: int = 0) -> None:
         """Wait until ``source`` has written its ``chunk`` (its ``signal`` to this rank)."""
-        workspace, watch = self._workspace, self._watch
-        words = workspace.segments[self.rank].words
-        index = workspace.ready_index(self._slot, source, chunk)
+        watch, words = self._watch, self._here.words
+        index = self._pairs[source].came + chunk * _FLAG_WORDS
         if not watch.poll(words, index, self._epoch):
             awaited = Awaited(self._op, self._epoch, chunk, "data")
             watch.wait(words, index, self._epoch, source, awaited)
             watch.fence()
         if source not in self._compared:
             self._compared.add(source)
-            self._watch.compare(source)
-        self._record("wait", source, chunk)
+            watch.compare(source)
+        if _recorder is not None:
+            self._record("wait", source, chunk)
 
     def arrived(self, source: int, chunk: int = 0) -> bool:
         """Whether ``wait`` for the same chunk would return at once; it must still be called."""
-        workspace = self._workspace
-        index = workspace.ready_index(self._slot, source, chunk)
-        return reached(workspace.segments[self.rank].words[index], self._epoch)
+        index = self._pairs[source].came + chunk * _FLAG_WORDS
+        return reached(self._here.words[index], self._epoch)
 
     def wait_until(self, over: Callable[[], bool], source: int, chunk: int = 0) -> None:
         """Wait until ``over()``, with the errors of a wait for the ``chunk`` of ``source``.
@@ -291,58 +374,52 @@ class Call:
 
     def consumed(self, source: int) -> None:
         """Tell ``source`` that all it wrote in this call has been read; see ``await_reader``."""
-        self._record("consumed", source, -1)
-        workspace = self._workspace
+        if _recorder is not None:
+            self._record("consumed", source, -1)
+        pair = self._pairs[source]
         self._watch.fence()
-        index = workspace.consumed_index(self._slot, self.rank)
-        workspace.segments[source].words[index] = self._epoch
+        pair.there.words[pair.consumed] = self._epoch
+
+    def consumed_all(self, sources: Sequence[int]) -> None:
+        """``consumed`` to each; one fence for all."""
+        if _recorder is not None:
+            for source in sources:
+                self._record("consumed", source, -1)
+        pairs, epoch = self._pairs, self._epoch
+        self._watch.fence()
+        for source in sources:
+            pair = pairs[source]
+            pair.there.words[pair.consumed] = epoch
 
     def flag(self, source: int, chunk: int, reader: int = -1) -> tuple[int | str, ...]:
         """A name for a flag's value in this call, by which a trace ties signals to waits."""
         return (self._workspace.kind, self._slot, self._epoch, source, chunk, reader)
 
     def _await_consumed(self, reader: int, epoch: int) -> None:
-        workspace, watch = self._workspace, self._watch
-        words = workspace.segments[self.rank].words
-        index = workspace.consumed_index(self._slot, reader)
+        watch, words = self._watch, self._here.words
+        index = self._pairs[reader].read
         if not watch.poll(words, index, epoch):
             awaited = Awaited(self._op, self._epoch, -1, "the reader's signal")
             watch.wait(words, index, epoch, reader, awaited)
             watch.fence()
-        self._record("wait", reader, -1)
-
-    def _part(
-        self,
-        event: str,
-        owner: int,
-        writer: int,
-        offset: int,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        chunk: int,
-    ) -> torch.Tensor:
-        workspace = self._workspace
-        start = workspace.data_offset(self._slot, writer) + offset
-        part = workspace.segments[owner].tensor(start, shape, dtype)
-        self._record_part(event, owner, chunk, workspace.kind, start, part)
-        return part
+        if _recorder is not None:
+            self._record("wait", reader, -1)
 
     def _record_part(
         self, event: str, owner: int, chunk: int, memory: str, offset: int, part: torch.Tensor
     ) -> None:
-        if _recorder is not None:
-            place = {"workspace": memory, "offset": offset, "nbytes": part.nbytes}
-            self._record(event, owner, chunk, **place)
+        place = {"workspace": memory, "offset": offset, "nbytes": part.nbytes}
+        self._record(event, owner, chunk, **place)
 
     def _record(self, event: str, peer: int, chunk: int, **place: Any) -> None:
-        if _recorder is not None:
-            _recorder(
-                event,
-                op=self._op,
-                rank=self.rank,
-                peer=peer,
-                slot=self._slot,
-                epoch=self._epoch,
-                chunk=chunk,
-                **place,
-            )
+        assert _recorder is not None
+        _recorder(
+            event,
+            op=self._op,
+            rank=self.rank,
+            peer=peer,
+            slot=self._slot,
+            epoch=self._epoch,
+            chunk=chunk,
+            **place,
+        )

@@ -94,11 +94,14 @@ class Watch:
         #: What says that ranks outside of this watch have given up, and why; asked in each look.
         self.alarm: Callable[[], str | None] = lambda: None
         self.number = 0
+        #: This rank's control block.
+        self.own = blocks[rank]
         #: Tells the communicators of one group apart.
         self.channel = ""
         self._blocks = blocks
-        self._own = blocks[rank]
         self._text = ""
+        # Where ranks share cores, looking again keeps the awaited one from running.
+        self._spins = _SPINS if len(blocks) <= (os.cpu_count() or 1) else 0
         #: Lets transfers that are under way go on while this rank waits for something else.
         self.background: Callable[[], object] | None = None
         #: What a pair of ranks can have under way, for messages.
@@ -111,17 +114,17 @@ class Watch:
 
     @property
     def state(self) -> int:
-        return self._own.state
+        return self.own.state
 
     @property
     def reason(self) -> str:
-        return self._own.reason
+        return self.own.reason
 
     def post(self, text: str) -> None:
         """Announce this rank's next call to all peers."""
         self.number += 1
-        self._text = self._own.fit(text)
-        self._own.post(self.number, self._text)
+        self._text = self.own.fit(text)
+        self.own.post(self.number, self._text)
 
     def compare(self, peer: int) -> None:
         """Compare the peer's calls with this rank's, up to the current one.
@@ -133,14 +136,17 @@ class Watch:
             MismatchError: they differ.
         """
         block = self._blocks[peer]
-        for number in range(max(self._agreed[peer], self.number - board.BOARDS) + 1, self.number):
-            self._compare(block, peer, number, self._own.read(number))
+        first = self._agreed[peer] + 1
+        if first < self.number:
+            for number in range(max(first, self.number - board.BOARDS + 1), self.number):
+                self._compare(block, peer, number, self.own.read(number))
         self._compare(block, peer, self.number, self._text)
 
     def _compare(self, block: board.ControlBlock, peer: int, number: int, text: str | None) -> None:
         same = None if text is None else block.agrees(number, text)
         if same:
-            self._agreed[peer] = max(number, self._agreed[peer])
+            if number > self._agreed[peer]:
+                self._agreed[peer] = number
         elif same is not None:
             raise MismatchError(
                 f"ranks disagree on call {number}: rank {self.rank} is in "
@@ -152,14 +158,14 @@ class Watch:
         """Make the communicator unusable and let the peers' waits raise the same kind of error."""
         told = isinstance(error, AbortedError) or state_of(error) != board.ABORTED
         reason = f"rank {self.rank} failed in the middle of a call: {error!r}"
-        self._own.set_state(state_of(error), str(error) if told else reason)
+        self.own.set_state(state_of(error), str(error) if told else reason)
 
     def abort(self, reason: str) -> None:
         """Make the communicator unusable by a user's wish."""
-        self._own.set_state(board.ABORTED, reason)
+        self.own.set_state(board.ABORTED, reason)
 
     def close(self) -> None:
-        self._own.set_state(board.CLOSED, f"rank {self.rank} closed its communicator")
+        self.own.set_state(board.CLOSED, f"rank {self.rank} closed its communicator")
 
     def wait(self, words: memoryview, index: int, wanted: int, peer: int, awaited: Awaited) -> None:
         """Wait until the flag ``words[index]``, which ``peer`` sets, reaches ``wanted``.
@@ -167,8 +173,8 @@ class Watch:
         Raises:
             PeerLostError, PeerTimeoutError, MismatchError, AbortedError: it never will.
         """
-        for _ in range(_SPINS):
-            if reached(words[index], wanted):
+        for _ in range(self._spins):
+            if (words[index] - wanted) & 0xFFFFFFFF < 0x80000000:
                 return
         self.wait_until(
             lambda: reached(words[index], wanted), self.background, circles.CALL, peer, awaited
@@ -176,7 +182,7 @@ class Watch:
 
     def poll(self, words: memoryview, index: int, wanted: int) -> bool:
         """Whether the flag ``words[index]`` has reached ``wanted``; data may be used if so."""
-        if not reached(words[index], wanted):
+        if (words[index] - wanted) & 0xFFFFFFFF >= 0x80000000:  # ``reached``, without a call
             return False
         self.fence()
         return True
@@ -281,8 +287,8 @@ class Watch:
             kind: what is waited in, see ``circles``; 0 if it is for no one rank.
         """
         whom = "the other ranks" if peer is None else f"rank {peer}"
-        if self._own.state == board.CLOSED:
-            raise ClosedError(f"{self._own.reason} while it waited for {awaited} of {whom}")
+        if self.own.state == board.CLOSED:
+            raise ClosedError(f"{self.own.reason} while it waited for {awaited} of {whom}")
         blocks = self._blocks
         for other in blocks:
             if other != self.rank:
@@ -362,7 +368,7 @@ class Watch:
 
     def forget(self) -> None:
         """Let go of the peers' control blocks."""
-        self._blocks = {self.rank: self._own}
+        self._blocks = {self.rank: self.own}
         self._circles = circles.Circles(self.rank, self._blocks)
         self.background = None
         for messages in self._held.values():

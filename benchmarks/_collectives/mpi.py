@@ -94,7 +94,8 @@ def _start(token: str, world_size: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [*_all_cores(), *command, sys.executable, "-m", _WORKER, token],
         stdin=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # NumPy asks for huge pages, torch does not: what is compared must lie in pages alike.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NUMPY_MADVISE_HUGEPAGE": "0"},
     )
 
 

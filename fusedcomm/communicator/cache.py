@@ -24,6 +24,8 @@ DEFAULT_TIMEOUT_S = 600.0
 
 _Key = tuple[str, str]  # a group's name, a channel
 _present: dict[_Key, Communicator] = {}
+#: Those without a channel, by their groups: what most calls name.
+_of_group: dict[dist.ProcessGroup, Communicator] = {}
 _closed: set[_Key] = set()
 _making: defaultdict[_Key, threading.Lock] = defaultdict(threading.Lock)
 _lock = threading.Lock()
@@ -57,6 +59,8 @@ def obtain(
             # mapped here is real memory all the same.
             with _disable_current_modes(), torch.device("cpu"):
                 found = _present[key] = make(group, channel, limit, declared)
+            if not channel:
+                _of_group[group] = found
             _closed.discard(key)
         elif topology is not None and found.declared != declared:
             raise ValueError(
@@ -89,6 +93,13 @@ def named(group_name: str, channel: str) -> Communicator | None:
     return None
 
 
+def opened(group: dist.ProcessGroup | None) -> Communicator | None:
+    """The open communicator of a group and no channel, if there is one; None: the default group."""
+    named = dist.GroupMember.WORLD if group is None else group
+    found = None if named is None else _of_group.get(named)
+    return None if found is None or found.closed else found
+
+
 def live() -> list[Communicator]:
     """All that are open."""
     return list(_present.values())
@@ -97,6 +108,8 @@ def live() -> list[Communicator]:
 def forget(closed: Communicator) -> None:
     """A communicator was closed."""
     key = (closed.group.group_name, closed.channel)
+    if _of_group.get(closed.group) is closed:
+        del _of_group[closed.group]
     if _present.get(key) is closed:
         del _present[key]
         _closed.add(key)

@@ -80,6 +80,8 @@ class Communicator:
         self.successors = successors(self.rank, self.world_size)
         #: What ``planning`` has decided before, by its arguments.
         self.plans: dict[Any, Any] = {}
+        #: Calls of collectives that were checked and planned before, by their kind.
+        self.repeated: dict[Any, Any] = {}
         self._pairs: Pairs | None = None
         self._gpu: GpuSide | None = None
         self.inside: Communicator | None = None
@@ -188,6 +190,13 @@ class Communicator:
             return found
         group = distributed_c10d._resolve_process_group(distributed_c10d.GroupName(group_name))
         return Communicator.of(group, channel=channel)
+
+    @staticmethod
+    def opened(group: Any) -> Communicator | None:
+        """The open communicator that a call with this group means, if that is quick to say."""
+        if isinstance(group, Communicator):
+            return None if group.is_part or group.closed else group
+        return cache.opened(group)
 
     @staticmethod
     def live() -> list[Communicator]:

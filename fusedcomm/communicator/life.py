@@ -24,6 +24,7 @@ class Life:
         self.closed = False
         self.on_failure: Callable[[BaseException], None] | None = None
         self._watch = watch
+        self._block = watch.own
         self._pid = os.getpid()
 
     @property
@@ -35,12 +36,12 @@ class Life:
         """Raise ``ClosedError`` if the communicator was closed or has failed."""
         if self.closed:
             raise ClosedError(CLOSED_TEXT)
-        if not self.here:
+        if self._pid != os.getpid():
             raise ClosedError(
                 "this communicator belongs to the process that this one was forked from; a forked "
                 "process is no rank"
             )
-        if self._watch.state != board.RUNNING:
+        if self._block.state != board.RUNNING:
             raise ClosedError(
                 "this communicator is unusable after an error; close() it on every rank and make "
                 f"a new one with Communicator.of(group). The error was: {self._watch.reason}"

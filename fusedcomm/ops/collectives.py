@@ -30,7 +30,7 @@ where a rank is gone, late or failed; ``ClosedError`` on a communicator that is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -44,8 +44,9 @@ from fusedcomm.ops.collective_checks import (
     check_reduction,
     check_tensor,
 )
-from fusedcomm.ops.dispatch import address_of, direct, is_plain
+from fusedcomm.ops.dispatch import address_of, is_plain, named
 from fusedcomm.ops.library import collectives as library
+from fusedcomm.ops.repeated import remember, repeated
 from fusedcomm.planning.collectives import check_algorithm
 from fusedcomm.schedule import shard_bounds
 
@@ -75,16 +76,24 @@ def all_reduce(
         The result, of x's shape and dtype; ``out`` if that is given. Its derivative ("sum" and
         "avg") is the all-reduce of its gradients; see the module's text.
     """
+    kind = ("all_reduce", op, algorithm, engine)
+    again = repeated(kind, x, out, group)
+    if again is not None:
+        return again(x, out)
     check_tensor(x)
     check_reduction(x, op)
     check_algorithm(algorithm)
     check_engine(engine)
     address = address_of(group)
-    where = (op, algorithm, address.group, address.channel, engine)
-    if out is None:
-        return direct(library.all_reduce, x)(x, *where)
-    check_out(x, out, x.shape, in_place=True)
-    return _into(library.all_reduce, library.all_reduce_into, x, out, where)
+    if out is not None:
+        check_out(x, out, x.shape, in_place=True)
+    if is_plain(x, out):
+        comm = named(address)
+        fill = library.fill_all_reduce(comm, x, op, algorithm, engine)
+        return remember(comm, kind, x, out, x.shape, fill, in_place=True)
+    return _placed(
+        library.all_reduce(x, op, algorithm, address.group, address.channel, engine), out
+    )
 
 
 def all_gather(
@@ -108,6 +117,10 @@ def all_gather(
     Returns:
         The whole, of x's dtype. Its derivative is the reduce-scatter of its gradients.
     """
+    kind = ("all_gather", dim, gathered_size, engine)
+    again = repeated(kind, x, out, group)
+    if again is not None:
+        return again(x, out)
     check_tensor(x)
     check_engine(engine)
     dim = check_dim(x, dim)
@@ -124,14 +137,14 @@ def all_gather(
                 f"x is {x.shape[dim]} long in dimension {dim}, but of gathered_size={size} rank "
                 f"{address.rank} of {address.world_size} has {stop - start} (torch.chunk's rule)"
             )
-    named = (address.group, address.channel, engine)
-    if out is None:
-        return direct(library.all_gather, x)(x, dim, size, *named)
-    check_out(x, out, library.gathered_shape(x.shape, dim, size), in_place=False)
-    if is_plain(x, out) and out.is_contiguous():
-        library.all_gather_into(x.contiguous(), out, dim, *named)
-        return out
-    return out.copy_(library.all_gather(x, dim, size, *named))
+    shape = library.gathered_shape(x.shape, dim, size)
+    if out is not None:
+        check_out(x, out, shape, in_place=False)
+    if is_plain(x, out):
+        comm = named(address)
+        fill = library.fill_all_gather(comm, x, dim, size, engine)
+        return remember(comm, kind, x, out, shape, fill)
+    return _placed(library.all_gather(x, dim, size, address.group, address.channel, engine), out)
 
 
 def reduce_scatter(
@@ -155,17 +168,23 @@ def reduce_scatter(
     Returns:
         This rank's shard. Its derivative ("sum" and "avg") is the all-gather of the gradients.
     """
+    kind = ("reduce_scatter", dim, op, engine)
+    again = repeated(kind, x, out, group)
+    if again is not None:
+        return again(x, out)
     check_tensor(x)
     check_reduction(x, op)
     check_engine(engine)
     dim = check_dim(x, dim)
     address = address_of(group)
-    where = (dim, op, address.group, address.channel, engine)
-    if out is None:
-        return direct(library.reduce_scatter, x)(x, *where)
     shape = library.scattered_shape(x.shape, dim, address.rank, address.world_size)
-    check_out(x, out, shape, in_place=False)
-    return _into(library.reduce_scatter, library.reduce_scatter_into, x, out, where)
+    if out is not None:
+        check_out(x, out, shape, in_place=False)
+    if is_plain(x, out):
+        comm = named(address)
+        fill = library.fill_reduce_scatter(comm, x, dim, op, engine)
+        return remember(comm, kind, x, out, shape, fill)
+    return _placed(library.reduce_scatter(x, dim, op, address.group, address.channel, engine), out)
 
 
 def all_to_all(
@@ -190,18 +209,27 @@ def all_to_all(
         The rows received, in the order of the ranks they come from. The derivative is the
         all-to-all that sends the gradients back.
     """
+    equal = send_counts is None and recv_counts is None
+    kind = ("all_to_all", engine)
+    again = repeated(kind, x, out, group) if equal else None
+    if again is not None:
+        return again(x, out)
     check_tensor(x)
     check_engine(engine)
     address = address_of(group)
     check_counts(x, send_counts, recv_counts, address.rank, address.world_size)
     sends = None if send_counts is None else [int(count) for count in send_counts]
     receives = None if recv_counts is None else [int(count) for count in recv_counts]
-    where = (sends, receives, address.group, address.channel, engine)
-    if out is None:
-        return direct(library.all_to_all, x)(x, *where)
-    rows = x.shape[0] if receives is None else sum(receives)
-    check_out(x, out, [rows, *x.shape[1:]], in_place=False)
-    return _into(library.all_to_all, library.all_to_all_into, x, out, where)
+    shape = [x.shape[0] if receives is None else sum(receives), *x.shape[1:]]
+    if out is not None:
+        check_out(x, out, shape, in_place=False)
+    if is_plain(x, out):
+        comm = named(address)
+        fill = library.fill_all_to_all(comm, x, sends, receives, engine)
+        return remember(comm, kind if equal else None, x, out, shape, fill)
+    return _placed(
+        library.all_to_all(x, sends, receives, address.group, address.channel, engine), out
+    )
 
 
 def broadcast(
@@ -224,22 +252,23 @@ def broadcast(
         What ``src`` has in x. The derivative on ``src`` is the sum of all ranks' gradients, on the
         other ranks zero. ``src`` may go on before the others have come.
     """
+    kind = ("broadcast", src, engine)
+    again = repeated(kind, x, out, group)
+    if again is not None:
+        return again(x, out)
     check_tensor(x)
     check_engine(engine)
     address = address_of(group)
     check_rank("src", src, address.world_size)
-    where = (src, address.group, address.channel, engine)
-    if out is None:
-        return direct(library.broadcast, x)(x, *where)
-    check_out(x, out, x.shape, in_place=True)
-    return _into(library.broadcast, library.broadcast_into, x, out, where)
+    if out is not None:
+        check_out(x, out, x.shape, in_place=True)
+    if is_plain(x, out):
+        comm = named(address)
+        fill = library.fill_broadcast(comm, x, src, engine)
+        return remember(comm, kind, x, out, x.shape, fill, in_place=True)
+    return _placed(library.broadcast(x, src, address.group, address.channel, engine), out)
 
 
-def _into(
-    op: Any, fill: Callable[..., None], x: Tensor, out: Tensor, where: tuple[Any, ...]
-) -> Tensor:
-    """Fill ``out``, straight where that is possible; under a tracer through a copy."""
-    if is_plain(x, out) and out.is_contiguous():
-        fill(x.contiguous(), out, *where)
-        return out
-    return out.copy_(op(x, *where))
+def _placed(result: Tensor, out: Tensor | None) -> Tensor:
+    """A traced operation's result, in ``out`` if that is given."""
+    return result if out is None else out.copy_(result)

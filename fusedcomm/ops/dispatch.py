@@ -35,6 +35,11 @@ def address_of(group: Any) -> Address:
 address_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def named(address: Address) -> Communicator:
+    """The communicator at an address."""
+    return Communicator.named(address.group, address.channel)
+
+
 def direct(op: Any, *tensors: Tensor | None) -> Callable[..., Any]:
     """The function behind a custom op where dispatching it would change nothing, else the op.
 
@@ -50,9 +55,9 @@ def is_plain(*tensors: Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is None:
             continue
-        if differentiated and tensor.requires_grad:
-            return False
         if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+            return False
+        if differentiated and tensor.requires_grad:
             return False
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False

@@ -16,7 +16,6 @@ from fusedcomm.programs.all_reduce import Domains
 from fusedcomm.programs.steps import messages_per_pair
 from fusedcomm.protocol import Space
 from fusedcomm.topology.cost import choose
-from fusedcomm.trace import record_plan
 
 if TYPE_CHECKING:
     from fusedcomm.communicator import Communicator
@@ -79,7 +78,6 @@ def plan(
     if found is None:
         found = _decide(comm, op, size, dtype, device, engine, details, algorithm)
         comm.plans[key] = found
-    record_plan(op, found.engine, found.algorithm, found.reason)
     return found
 
 

@@ -196,13 +196,16 @@ FAULTS: dict[str, _Fault] = {
     "host: no wait": _host(wait=lambda self, source, chunk=0: None),
     "host: signal before write": _host(write=_signal_before_writing),
     "host: slot used early": _host(
-        await_reader=lambda self, reader: self._await_consumed(reader, self._epoch - 2)
+        await_reader=lambda self, reader: self._await_consumed(reader, self._epoch - 2),
+        await_readers=lambda self, readers: [
+            self._await_consumed(reader, self._epoch - 2) for reader in readers
+        ],
     ),
     "host: consumed before reading": _host(wait=_consume_before_reading),
     "host: one signal for two pieces": _host(
         wait=lambda self, source, chunk=0: _wait(self, source, 0)
     ),
-    "host: left in place too early": _host(await_done=lambda self, reader: None),
+    "host: left in place too early": _host(await_done=lambda self, readers: None),
     "host: shared flags": _host_flags_of_another_workspace,
     "begin: slot used early": _kernels("signals", ("(flag, epoch - 1,", "(flag, epoch - 2,")),
     "begin: no wait": _kernels("signals", (_AWAIT_READER, "pass")),

@@ -227,7 +227,7 @@ def late_without(rank: int, step: str, event: str) -> None:
         late(rank, [event], True, 1 << 20, f"late without {step}")
 
 
-@pytest.mark.parametrize(("step", "event"), [("wait", "write"), ("await_reader", "read")])
+@pytest.mark.parametrize(("step", "event"), [("wait", "write"), ("await_readers", "read")])
 def test_a_forgotten_wait_is_found(pools: Pools, step: str, event: str) -> None:
     with pytest.raises(RankError, match="are wrong|changed afterwards"):
         pools(3).run(late_without, step, event)

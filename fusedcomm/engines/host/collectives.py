@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
@@ -30,22 +31,22 @@ from fusedcomm.engines.host.combining import combine
 from fusedcomm.engines.host.exchanging import (
     Piece,
     Resident,
-    arrivals,
     columns,
     copy,
     cut,
     exchange,
     exchange_counts,
     offer_parts,
-    parts_of,
+    piece_of,
     place,
+    side_by_side,
     wait_for,
 )
 from fusedcomm.engines.host.running import Execution, pieces_of, stages
 from fusedcomm.planning import collectives as planning
 from fusedcomm.planning.collectives import Plan, space
 from fusedcomm.protocol import SLOTS, Call
-from fusedcomm.trace import span
+from fusedcomm.trace import is_open, span
 
 Bounds = list[tuple[int, int]]
 
@@ -99,33 +100,31 @@ def _begun(
 def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: Bounds) -> None:
     """``out[:, bounds[r]] = x of rank r``."""
     rank, dtype = comm.rank, x.dtype
-    own = columns(out, bounds[rank])
     resident = comm.memory.find_symmetric(x)
     with comm.collective(plan.text + place(resident)):
         if comm.world_size == 1:
-            own.copy_(x)
+            out.copy_(x)
             return
+        received = columns(out, bounds)
+        pieces, nbytes = cut(x.shape[0], bounds[0][1], dtype, 1, resident)
 
-        def offer(call: Call, piece: Piece) -> None:
-            part = piece.of(x)
-            copy(call.write(rank, 0, tuple(part.shape), dtype), part, rank, "of", rank)
+        def offer(call: Call, piece: Piece | None) -> None:
+            part = piece_of(x, piece)
+            copy(call.write(rank, 0, part.shape, dtype), part, rank, "of", rank)
 
-        def take(call: Call, piece: Piece) -> None:
-            for source in arrivals(comm, call):
-                part = piece.of(columns(out, bounds[source]))
-                if source == rank:
-                    theirs = piece.of(x)
-                elif resident is None:
-                    theirs = call.read(source, 0, tuple(part.shape), dtype)
+        def take(call: Call, piece: Piece | None) -> None:
+            copy(piece_of(received[rank], piece), piece_of(x, piece), rank, "from", rank)
+            for source in comm.successors:
+                wait_for(call, source)
+                part = piece_of(received[source], piece)
+                if resident is None:
+                    theirs = call.read(source, 0, part.shape, dtype)
                 else:
                     tensor, base = resident
-                    theirs = call.read_symmetric(tensor, source, base, tuple(part.shape), dtype)
+                    theirs = call.read_symmetric(tensor, source, base, part.shape, dtype)
                 copy(part, theirs, rank, "from", source)
 
-        pieces = cut(x.shape[0], bounds[0][1], dtype, 1, resident)
-        exchange(
-            comm, "all_gather", pieces, pieces[0].elements * dtype.itemsize, offer, take, resident
-        )
+        exchange(comm, "all_gather", pieces, nbytes, offer, take, resident)
 
 
 def reduce_scatter(
@@ -134,33 +133,37 @@ def reduce_scatter(
     """``out = reduction over ranks of x[:, bounds[rank]]``, added in the order of ranks."""
     rank, world_size, dtype = comm.rank, comm.world_size, x.dtype
     resident = comm.memory.find_symmetric(x)
+    divisor = world_size if reduction == "avg" else 1
     with comm.collective(plan.text + place(resident)):
         if world_size == 1:
             out.copy_(x)
             return
-        pieces = cut(x.shape[0], bounds[0][1], dtype, world_size, resident)
-        region = pieces[0].elements * dtype.itemsize
+        parts = columns(x, bounds)
+        pieces, region = cut(x.shape[0], bounds[0][1], dtype, world_size, resident)
 
-        def offer(call: Call, piece: Piece) -> None:
-            offer_parts(call, piece, [columns(x, b) for b in bounds], region)
+        def offer(call: Call, piece: Piece | None) -> None:
+            offer_parts(call, piece, parts, comm.successors, region)
 
-        def part_of(call: Call, piece: Piece, source: int, shape: tuple[int, ...]) -> Tensor:
+        def part_of(call: Call, piece: Piece | None, source: int, shape: torch.Size) -> Tensor:
             if source == rank:
-                return piece.of(columns(x, bounds[rank]))
+                return piece_of(parts[rank], piece)
             if resident is None:
                 return call.read(source, rank * region, shape, dtype)
             tensor, base = resident
-            theirs = call.read_symmetric(tensor, source, base, tuple(x.shape), dtype)
-            return piece.of(columns(theirs, bounds[rank]))
+            theirs = call.read_symmetric(tensor, source, base, x.shape, dtype)
+            return columns(theirs, bounds)[rank]
 
-        def take(call: Call, piece: Piece) -> None:
-            for _ in arrivals(comm, call):
-                pass  # The sum is made in one pass, in the order of ranks.
-            target = piece.of(out)
-            shape = tuple(target.shape)
-            parts = [part_of(call, piece, source, shape) for source in range(world_size)]
+        def take(call: Call, piece: Piece | None) -> None:
+            for source in comm.successors:
+                wait_for(call, source)  # The sum is made in one pass, in the order of ranks.
+            target = piece_of(out, piece)
+            shape = target.shape
+            values = [part_of(call, piece, source, shape) for source in range(world_size)]
+            if not is_open():
+                combine(values, [target], reduction, divisor)
+                return
             with span("reduce", "own part", rank=rank):
-                combine(parts, [target], reduction, world_size if reduction == "avg" else 1)
+                combine(values, [target], reduction, divisor)
 
         exchange(comm, "reduce_scatter", pieces, world_size * region, offer, take, resident)
 
@@ -187,34 +190,34 @@ def all_to_all(
             out.copy_(x)
             return
         if send_counts is None or recv_counts is None:
-            share = x.shape[0] // world_size
-            counts, widest = [[share] * world_size] * world_size, share
+            widest = x.shape[0] // world_size * inner
+            sends = takes = [widest] * world_size
+            begins = [rank * widest] * world_size
         else:
             counts = exchange_counts(comm, send_counts, recv_counts)
             pairs = ((a, b) for a in range(world_size) for b in range(world_size) if a != b)
-            widest = max(counts[a][b] for a, b in pairs)
-        everyone = range(world_size)
-        sent = parts_of(x, [counts[rank][to] * inner for to in everyone])
-        received = parts_of(out, [counts[source][rank] * inner for source in everyone])
-        pieces = cut(1, widest * inner, dtype, world_size, resident)
-        region = pieces[0].elements * dtype.itemsize
+            widest = max(counts[a][b] for a, b in pairs) * inner
+            sends = [count * inner for count in counts[rank]]
+            takes = [counts[source][rank] * inner for source in range(world_size)]
+            begins = [sum(counts[source][:rank]) * inner for source in range(world_size)]
+        sent, received = side_by_side(x, sends), side_by_side(out, takes)
+        pieces, region = cut(1, widest, dtype, world_size, resident)
 
-        def offer(call: Call, piece: Piece) -> None:
-            offer_parts(call, piece, sent, region)
+        def offer(call: Call, piece: Piece | None) -> None:
+            offer_parts(call, piece, sent, comm.successors, region)
 
-        def take(call: Call, piece: Piece) -> None:
-            for source in arrivals(comm, call):
-                if source == rank:
-                    if piece.left == 0:  # once, whole: the pieces are cut for what travels
-                        received[rank].copy_(sent[rank])
-                    continue
-                part = piece.of(received[source])
+        def take(call: Call, piece: Piece | None) -> None:
+            if piece is None or piece.left == 0:  # whole: the pieces are cut for what travels
+                copy(received[rank], sent[rank], rank, "from", rank)
+            for source in comm.successors:
+                wait_for(call, source)
+                part = piece_of(received[source], piece)
                 if resident is None:
-                    theirs = call.read(source, rank * region, tuple(part.shape), dtype)
+                    theirs = call.read(source, rank * region, part.shape, dtype)
                 else:
                     tensor, base = resident
-                    base += sum(counts[source][:rank]) * inner * dtype.itemsize
-                    theirs = call.read_symmetric(tensor, source, base, tuple(part.shape), dtype)
+                    base += begins[source] * dtype.itemsize
+                    theirs = call.read_symmetric(tensor, source, base, part.shape, dtype)
                 copy(part, theirs, rank, "from", source)
 
         exchange(comm, "all_to_all", pieces, world_size * region, offer, take, resident)
@@ -235,13 +238,10 @@ def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) 
                 "broadcast", space((stop - start) * dtype.itemsize, comm.world_size)
             )
             if rank == src:
-                for peer in peers:
-                    call.await_reader(peer)
+                call.await_readers(peers)
                 copy(call.write(rank, 0, shape, dtype), x[start:stop], rank, "of", rank)
-                for peer in peers:
-                    call.signal(peer)
+                call.signal_all(peers)
             else:
                 wait_for(call, src)
                 copy(out[start:stop], call.read(src, 0, shape, dtype), rank, "from", src)
-            for peer in peers:
-                call.consumed(peer)
+            call.consumed_all(peers)

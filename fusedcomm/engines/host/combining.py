@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fusedcomm.symmetric import copies
+
 #: Bytes of the block in which contributions are added: it stays in the second-level cache.
 BLOCK_BYTES = 1 << 19
 _HALVES = (torch.float16, torch.bfloat16)
@@ -37,7 +39,7 @@ def combine(parts: Sequence[Tensor], targets: Sequence[Tensor], op: str, divisor
     if not size:
         return
     if len(parts) == 1 and len(targets) == 1 and divisor == 1:
-        first.copy_(parts[0])
+        copies.copy(first, parts[0])
         return
     function = _FUNCTIONS[op]
     halves = first.dtype in _HALVES

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from fusedcomm.engines.counts import check_all_counts
 from fusedcomm.planning import collectives as planning
 from fusedcomm.planning.collectives import space
 from fusedcomm.protocol import Call
+from fusedcomm.symmetric import copies
 from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.trace import is_open, span
 
@@ -37,90 +39,82 @@ class Piece(NamedTuple):
     def elements(self) -> int:
         return (self.bottom - self.top) * (self.right - self.left)
 
-    def of(self, part: Tensor) -> Tensor:
-        """The piece of a part ``[rows, columns]``."""
-        rows, columns = part.shape
-        if self.right >= columns and self.bottom >= rows and not self.left and not self.top:
-            return part
-        return part[self.top : self.bottom, self.left : self.right]
+
+def piece_of(part: Tensor, piece: Piece | None) -> Tensor:
+    """The piece of a part ``[rows, columns]``; None stands for all of it."""
+    if piece is None:
+        return part
+    return part[piece.top : piece.bottom, piece.left : piece.right]
 
 
-def columns(x: Tensor, bounds: tuple[int, int]) -> Tensor:
-    """Columns of a matrix; less work than a slice."""
-    start, stop = bounds
-    return x.narrow(1, start, stop - start)
-
-
-def cut(
-    rows: int, width: int, dtype: torch.dtype, parts: int, resident: Resident | None
-) -> list[Piece]:
-    """Cut the widest part so that ``parts`` of them fit into a slot; whole where all lies in place.
+class Cut(NamedTuple):
+    """What a part is cut into, and the bytes of the largest piece.
 
     At least one piece, which may be empty; the first one is the largest.
     """
-    fitting = max(1, planning.SLOT_BYTES // dtype.itemsize // parts)
-    if resident is not None or rows * width <= fitting:
-        return [Piece(0, rows, 0, width)]
+
+    pieces: tuple[Piece | None, ...]
+    nbytes: int
+
+
+def cut(rows: int, width: int, dtype: torch.dtype, parts: int, resident: Resident | None) -> Cut:
+    """Cut the widest part so that ``parts`` of them fit into a slot; not if all lies in place."""
+    if resident is not None:
+        return Cut((None,), 0)
+    return _cut(rows, width, dtype.itemsize, max(1, planning.SLOT_BYTES // dtype.itemsize // parts))
+
+
+@lru_cache(maxsize=256)
+def _cut(rows: int, width: int, itemsize: int, fitting: int) -> Cut:
+    if rows * width <= fitting:
+        return Cut((None,), rows * width * itemsize)
     if width <= fitting:
         step = fitting // width
-        return [Piece(top, min(top + step, rows), 0, width) for top in range(0, rows, step)]
-    return [
-        Piece(row, row + 1, left, min(left + fitting, width))
-        for row in range(rows)
-        for left in range(0, width, fitting)
-    ]
+        tops = range(0, rows, step)
+        pieces = tuple(Piece(top, min(top + step, rows), 0, width) for top in tops)
+    else:
+        pieces = tuple(
+            Piece(row, row + 1, left, min(left + fitting, width))
+            for row in range(rows)
+            for left in range(0, width, fitting)
+        )
+    return Cut(pieces, pieces[0].elements * itemsize)
 
 
 def exchange(
     comm: Communicator,
     op: str,
-    pieces: list[Piece],
+    pieces: Sequence[Piece | None],
     nbytes: int,
-    offer: Callable[[Call, Piece], None],
-    take: Callable[[Call, Piece], None],
+    offer: Callable[[Call, Piece | None], None],
+    take: Callable[[Call, Piece | None], None],
     resident: Resident | None,
 ) -> None:
     """Every piece through a slot of its own; one is offered before the last one is taken.
 
     Args:
-        nbytes: what a slot must hold where nothing is resident.
+        nbytes: what a slot must hold; nothing where all is resident.
         offer: copies in what peers read of a piece; not called where it is resident.
-        take: reads what they offered, when it has ``arrivals``.
+        take: waits for the peers, and reads what they offered.
     """
     peers = comm.successors
-    need = space(0 if resident is not None else nbytes, comm.world_size)
-
-    def finish(call: Call, piece: Piece) -> None:
-        take(call, piece)
-        for peer in peers:
-            call.consumed(peer)
-
-    before: tuple[Call, Piece] | None = None
+    need = space(nbytes, comm.world_size)
+    before: tuple[Call, Piece | None] | None = None
     for piece in pieces:
         call = comm.memory.take(op, need)
-        for peer in peers:
-            call.await_reader(peer)
+        call.await_readers(peers)
         if resident is None:
             offer(call, piece)
-        for peer in peers:
-            call.signal(peer)
+        call.signal_all(peers)
         if before is not None:
-            finish(*before)
+            take(*before)
+            before[0].consumed_all(peers)
         before = (call, piece)
     assert before is not None
-    finish(*before)
+    take(*before)
+    before[0].consumed_all(peers)
     if resident is not None:
-        for peer in peers:
-            before[0].await_done(peer)
-
-
-def arrivals(comm: Communicator, call: Call) -> Iterator[int]:
-    """This rank, then every peer when what it offers is there."""
-    rank = comm.rank
-    yield rank
-    for source in comm.successors:
-        wait_for(call, source)
-        yield source
+        before[0].await_done(peers)
 
 
 def wait_for(call: Call, source: int, message: int = 0) -> None:
@@ -136,28 +130,30 @@ def wait_for(call: Call, source: int, message: int = 0) -> None:
 def copy(target: Tensor, source: Tensor, rank: int, what: str, peer: int) -> None:
     """``target = source``; seen in traces as "copy ``what`` rank ``peer``"."""
     if not is_open():
-        target.copy_(source)
+        copies.copy(target, source)
         return
     with span("copy", f"copy {what} rank {peer}", rank=rank):
-        target.copy_(source)
+        copies.copy(target, source)
 
 
-def offer_parts(call: Call, piece: Piece, parts: Iterable[Tensor], region: int) -> None:
+def offer_parts(
+    call: Call, piece: Piece | None, parts: Sequence[Tensor], peers: Sequence[int], region: int
+) -> None:
     """Copy each peer's part into this rank's slot, ``region`` bytes apart."""
-    for peer, part in enumerate(parts):
-        if peer != call.rank:
-            chosen = piece.of(part)
-            target = call.write(call.rank, peer * region, tuple(chosen.shape), part.dtype)
-            copy(target, chosen, call.rank, "for", peer)
+    rank = call.rank
+    for peer in peers:
+        part = piece_of(parts[peer], piece)
+        copy(call.write(rank, peer * region, part.shape, part.dtype), part, rank, "for", peer)
 
 
-def parts_of(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def columns(x: Tensor, bounds: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+    """The columns of each rank."""
+    return x.split_with_sizes([stop - start for start, stop in bounds], 1)
+
+
+def side_by_side(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     """Consecutive parts of a contiguous tensor, each ``[1, size]``."""
-    flat, start, parts = x.view(1, x.numel()), 0, []
-    for size in sizes:
-        parts.append(flat.narrow(1, start, size))
-        start += size
-    return parts
+    return x.view(1, -1).split_with_sizes(sizes, 1) if x.numel() else [x.view(1, 0)] * len(sizes)
 
 
 def exchange_counts(
@@ -172,15 +168,12 @@ def exchange_counts(
     peers = comm.successors
     shape = (2 * world_size,)
     call = comm.memory.take("all_to_all", space(16 * world_size, world_size))
-    for peer in peers:
-        call.await_reader(peer)
+    call.await_readers(peers)
     call.write(rank, 0, shape, torch.int64).copy_(torch.tensor([*send_counts, *recv_counts]))
-    for peer in peers:
-        call.signal(peer)
+    call.signal_all(peers)
     counts: list[list[int]] = [[*send_counts, *recv_counts]] * world_size
-    for source in arrivals(comm, call):
-        if source != rank:
-            counts[source] = call.read(source, 0, shape, torch.int64).tolist()
-    for peer in peers:
-        call.consumed(peer)
+    for source in peers:
+        wait_for(call, source)
+        counts[source] = call.read(source, 0, shape, torch.int64).tolist()
+    call.consumed_all(peers)
     return check_all_counts(counts)

@@ -13,6 +13,7 @@ import torch
 from fusedcomm.communicator import Communicator
 from fusedcomm.planning.tensor_parallel import gather_space
 from fusedcomm.schedule import piece_bounds, successors
+from fusedcomm.symmetric.copies import copy
 from fusedcomm.trace import span
 
 
@@ -54,7 +55,7 @@ def gather(
             if resident is None:
                 with span("copy", "copy in", rank=rank, signal=call.flag(rank, piece)):
                     place = (start * row_bytes, (stop - start, features), dtype, piece)
-                    call.write(rank, *place).copy_(shard[start:stop])
+                    copy(call.write(rank, *place), shard[start:stop])
             for peer in peers:
                 call.signal(peer, piece)
     yield *bounds[rank], shard
@@ -74,6 +75,5 @@ def gather(
                 rows = call.read_symmetric(tensor, source, base + offset, shape, dtype, piece)
             yield first + start, first + stop, rows
         call.consumed(source)
-    if resident is not None:
-        for peer in peers:
-            call.await_done(peer)
+    if resident is not None and peers:
+        call.await_done(peers)

@@ -26,10 +26,9 @@ from fusedcomm.trace import is_open, span
 
 
 class _Give(NamedTuple):
-    """A ``Send``: whether the range is copied in first, and the signal."""
+    """``Send``s of one range: whether it is copied in first, and (peer, message) of each signal."""
 
-    peer: int
-    message: int
+    signals: tuple[tuple[int, int], ...]
     start: int
     stop: int
     copies: bool
@@ -67,7 +66,12 @@ def stages(algorithm: str, size: int, n: int, rank: int, domains: Domains | None
             copied.add(place)
             if len(steps) == 1 and not step.fresh:
                 steps.append([])
-            steps[-1].append(_Give(step.peer, step.message, *place, copies))
+            signals: tuple[tuple[int, int], ...] = ((step.peer, step.message),)
+            before = steps[-1][-1] if steps[-1] else None
+            if isinstance(before, _Give) and place == (before.start, before.stop) and not copies:
+                signals, copies = before.signals + signals, before.copies
+                steps[-1].pop()
+            steps[-1].append(_Give(signals, *place, copies))
             continue
         parts = tuple(zip(step.sources, step.messages, step.fresh, strict=True))
         awaited = tuple((source, message) for source, message, _ in parts if source != rank)
@@ -118,27 +122,26 @@ class Execution:
     def run(self, stage: int) -> None:
         """Run a stage; the result is there when the last one is done."""
         if stage == 0:
-            for peer in self.peers:
-                self._call.await_reader(peer)
+            self._call.await_readers(self.peers)
         for step in self.stages[stage]:
             if isinstance(step, _Give):
                 self._give(step)
             else:
                 self._take(step)
         if stage == len(self.stages) - 1:
-            for peer in self.peers:
-                self._call.consumed(peer)
+            self._call.consumed_all(self.peers)
 
     def await_done(self) -> None:
         """Wait until every peer has read what it reads of x in place."""
-        for peer in self.peers:
-            self._call.await_done(peer)
+        self._call.await_done(self.peers)
 
     def _give(self, step: _Give) -> None:
         if step.copies and self._resident is None:
-            target = self._own(step.start, step.stop, step.message)
-            copy(target, self._range(self._x, step.start, step.stop), self.rank, "for", step.peer)
-        self._call.signal(step.peer, step.message)
+            peer, message = step.signals[0]
+            target = self._own(step.start, step.stop, message)
+            copy(target, self._range(self._x, step.start, step.stop), self.rank, "for", peer)
+        for peer, message in step.signals:
+            self._call.signal(peer, message)
 
     def _take(self, step: _Take) -> None:
         for source, message in step.awaited:

@@ -1,8 +1,8 @@
 """The collectives as torch custom ops: shapes for tracing, and torch's derivatives.
 
-Each op makes its result and calls the function of the same name with ``_into``, which fills a
-tensor that is there already. ``group`` and ``channel`` name a communicator. The public functions,
-with argument checks, are in ``fusedcomm.ops.collectives``.
+Each op makes its result and has it filled by what the function of the same name with ``fill_`` has
+planned, which serves all calls on tensors of the same shape. ``group`` and ``channel`` name a
+communicator. The public functions, with argument checks, are in ``fusedcomm.ops.collectives``.
 
 ============== ======================================================
 op             gradient of the input, from dy
@@ -18,7 +18,7 @@ broadcast      on src the sum of all ranks' dy, elsewhere zero
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -30,32 +30,11 @@ from fusedcomm.engines import operations_of
 from fusedcomm.ops.library.effects import communicates
 from fusedcomm.planning.collectives import Plan, plan
 from fusedcomm.schedule import scaled_bounds, shard_bounds
+from fusedcomm.trace import record_plan
 
 Bounds = list[tuple[int, int]]
-
-
-def _decide(
-    op: str,
-    x: Tensor,
-    size: int,
-    where: tuple[str, str, str],
-    details: tuple[Any, ...],
-    algorithm: str = "direct",
-) -> tuple[Communicator, Plan, ModuleType]:
-    group, channel, engine = where
-    comm = Communicator.named(group, channel)
-    chosen = plan(comm, op, size, x.dtype, x.device, engine, details, algorithm)
-    several = chosen.engine == "host" and comm.inside is not None
-    return comm, chosen, operations_of(chosen.engine, "across" if several else "collectives")
-
-
-def _columns(shape: Sequence[int], dim: int, size: int, parts: int) -> tuple[int, Bounds]:
-    """A tensor as ``[outer, columns]``, columns running over ``dim`` and what is behind it.
-
-    Returns:
-        outer, and which columns each of ``parts`` has of ``size`` along ``dim``.
-    """
-    return math.prod(shape[:dim]), scaled_bounds(size, parts, math.prod(shape[dim + 1 :]))
+#: Fills its second argument from its first one, both contiguous, and of the shapes it is made for.
+Fill = Callable[[Tensor, Tensor], None]
 
 
 def gathered_shape(shape: Sequence[int], dim: int, size: int) -> list[int]:
@@ -69,84 +48,128 @@ def scattered_shape(shape: Sequence[int], dim: int, rank: int, world_size: int) 
     return gathered_shape(shape, dim, stop - start)
 
 
-def all_reduce_into(
+def fill_all_reduce(
+    comm: Communicator,
     x: Tensor,
-    out: Tensor,
     op: str,
     algorithm: str,
-    group: str,
-    channel: str,
     engine: str,
     purpose: tuple[Any, ...] = (),
-) -> None:
-    """``out = x reduced over the ranks``; both contiguous, apart or the same.
+) -> Fill:
+    """``out = x reduced over the ranks``, for tensors like x; out may be x.
 
     ``purpose``: what else must be equal on all ranks, and is named where it is not.
     """
     details = (tuple(x.shape), op, *purpose)
-    where = (group, channel, engine)
-    comm, chosen, ops = _decide("all_reduce", x, x.numel(), where, details, algorithm)
-    ops.all_reduce(comm, chosen, x.view(-1), out.view(-1), op)
+    chosen, ops = _decide(comm, "all_reduce", x, x.numel(), engine, details, algorithm)
+    run = ops.all_reduce
+
+    def fill(x: Tensor, out: Tensor) -> None:
+        record_plan("all_reduce", chosen.engine, chosen.algorithm, chosen.reason)
+        run(comm, chosen, x.view(-1), out.view(-1), op)
+
+    return fill
 
 
-def all_gather_into(
+def fill_all_gather(
+    comm: Communicator,
     x: Tensor,
-    out: Tensor,
     dim: int,
-    group: str,
-    channel: str,
+    size: int,
     engine: str,
     purpose: tuple[Any, ...] = (),
-) -> None:
-    """``out = the ranks' x, joined along dim``; both contiguous. ``purpose``: as above."""
-    size = out.shape[dim]
-    details = (tuple(out.shape), f"dim {dim}", *purpose)
-    comm, chosen, ops = _decide("all_gather", x, out.numel(), (group, channel, engine), details)
+) -> Fill:
+    """``out = the ranks' x, joined along dim``, ``size`` long there. ``purpose``: as above."""
+    shape = gathered_shape(x.shape, dim, size)
+    details = (tuple(shape), f"dim {dim}", *purpose)
+    chosen, ops = _decide(comm, "all_gather", x, math.prod(shape), engine, details)
+    run = ops.all_gather
     outer, bounds = _columns(x.shape, dim, size, comm.world_size)
     first, last = bounds[comm.rank]
     columns = bounds[-1][1]
-    ops.all_gather(comm, chosen, x.view(outer, last - first), out.view(outer, columns), bounds)
+
+    def fill(x: Tensor, out: Tensor) -> None:
+        record_plan("all_gather", chosen.engine, chosen.algorithm, chosen.reason)
+        run(comm, chosen, x.view(outer, last - first), out.view(outer, columns), bounds)
+
+    return fill
 
 
-def reduce_scatter_into(
-    x: Tensor, out: Tensor, dim: int, op: str, group: str, channel: str, engine: str
-) -> None:
-    """``out = this rank's shard along dim of x reduced over the ranks``; both contiguous."""
+def fill_reduce_scatter(comm: Communicator, x: Tensor, dim: int, op: str, engine: str) -> Fill:
+    """``out = this rank's shard along dim of x reduced over the ranks``."""
     details = (tuple(x.shape), f"dim {dim}", op)
-    comm, chosen, ops = _decide("reduce_scatter", x, x.numel(), (group, channel, engine), details)
+    chosen, ops = _decide(comm, "reduce_scatter", x, x.numel(), engine, details)
+    run = ops.reduce_scatter
     outer, bounds = _columns(x.shape, dim, x.shape[dim], comm.world_size)
     first, last = bounds[comm.rank]
     columns = bounds[-1][1]
-    x, out = x.view(outer, columns), out.view(outer, last - first)
-    ops.reduce_scatter(comm, chosen, x, out, bounds, op)
+
+    def fill(x: Tensor, out: Tensor) -> None:
+        record_plan("reduce_scatter", chosen.engine, chosen.algorithm, chosen.reason)
+        run(comm, chosen, x.view(outer, columns), out.view(outer, last - first), bounds, op)
+
+    return fill
 
 
-def all_to_all_into(
+def fill_all_to_all(
+    comm: Communicator,
     x: Tensor,
-    out: Tensor,
     send_counts: Sequence[int] | None,
     recv_counts: Sequence[int] | None,
-    group: str,
-    channel: str,
     engine: str,
-) -> None:
-    """``out = what each rank's x has for this rank``, in the order of ranks; both contiguous."""
-    if send_counts is None:
+) -> Fill:
+    """``out = what each rank's x has for this rank``, in the order of ranks."""
+    if send_counts is None or recv_counts is None:
         details: tuple[Any, ...] = (tuple(x.shape),)
+        size, rows = x.numel(), x.shape[0]
     else:
         details = ("rows of", tuple(x.shape[1:]))
-    size = 0 if send_counts is not None else x.numel()
-    comm, chosen, ops = _decide("all_to_all", x, size, (group, channel, engine), details)
-    inner = math.prod(x.shape[1:])
-    x, out = x.view(x.shape[0], inner), out.view(out.shape[0], inner)
-    ops.all_to_all(comm, chosen, x, out, send_counts, recv_counts)
+        size, rows = 0, sum(recv_counts)
+    chosen, ops = _decide(comm, "all_to_all", x, size, engine, details)
+    run = ops.all_to_all
+    sent, inner = x.shape[0], math.prod(x.shape[1:])
+
+    def fill(x: Tensor, out: Tensor) -> None:
+        record_plan("all_to_all", chosen.engine, chosen.algorithm, chosen.reason)
+        run(comm, chosen, x.view(sent, inner), out.view(rows, inner), send_counts, recv_counts)
+
+    return fill
 
 
-def broadcast_into(x: Tensor, out: Tensor, src: int, group: str, channel: str, engine: str) -> None:
-    """``out = x of src``; both contiguous, apart or the same."""
+def fill_broadcast(comm: Communicator, x: Tensor, src: int, engine: str) -> Fill:
+    """``out = x of src``; out may be x."""
     details = (tuple(x.shape), f"src {src}")
-    comm, chosen, ops = _decide("broadcast", x, x.numel(), (group, channel, engine), details)
-    ops.broadcast(comm, chosen, x.view(-1), out.view(-1), src)
+    chosen, ops = _decide(comm, "broadcast", x, x.numel(), engine, details)
+    run = ops.broadcast
+
+    def fill(x: Tensor, out: Tensor) -> None:
+        record_plan("broadcast", chosen.engine, chosen.algorithm, chosen.reason)
+        run(comm, chosen, x.view(-1), out.view(-1), src)
+
+    return fill
+
+
+def _decide(
+    comm: Communicator,
+    op: str,
+    x: Tensor,
+    size: int,
+    engine: str,
+    details: tuple[Any, ...],
+    algorithm: str = "direct",
+) -> tuple[Plan, ModuleType]:
+    chosen = plan(comm, op, size, x.dtype, x.device, engine, details, algorithm)
+    several = chosen.engine == "host" and comm.inside is not None
+    return chosen, operations_of(chosen.engine, "across" if several else "collectives")
+
+
+def _columns(shape: Sequence[int], dim: int, size: int, parts: int) -> tuple[int, Bounds]:
+    """A tensor as ``[outer, columns]``, columns running over ``dim`` and what is behind it.
+
+    Returns:
+        outer, and which columns each of ``parts`` has of ``size`` along ``dim``.
+    """
+    return math.prod(shape[:dim]), scaled_bounds(size, parts, math.prod(shape[dim + 1 :]))
 
 
 @communicates
@@ -154,7 +177,9 @@ def broadcast_into(x: Tensor, out: Tensor, src: int, group: str, channel: str, e
 def all_reduce(x: Tensor, op: str, algorithm: str, group: str, channel: str, engine: str) -> Tensor:
     """x reduced over the ranks."""
     out = x.new_empty(x.shape)
-    all_reduce_into(x.contiguous(), out, op, algorithm, group, channel, engine)
+    fill_all_reduce(Communicator.named(group, channel), x, op, algorithm, engine)(
+        x.contiguous(), out
+    )
     return out
 
 
@@ -181,7 +206,7 @@ all_reduce.register_autograd(_all_reduce_backward, setup_context=_all_reduce_set
 def all_gather(x: Tensor, dim: int, size: int, group: str, channel: str, engine: str) -> Tensor:
     """The ranks' shards joined along ``dim``, which then is ``size`` long."""
     out = x.new_empty(gathered_shape(x.shape, dim, size))
-    all_gather_into(x.contiguous(), out, dim, group, channel, engine)
+    fill_all_gather(Communicator.named(group, channel), x, dim, size, engine)(x.contiguous(), out)
     return out
 
 
@@ -207,7 +232,7 @@ def reduce_scatter(x: Tensor, dim: int, op: str, group: str, channel: str, engin
     """This rank's shard along ``dim`` of x reduced over the ranks."""
     comm = Communicator.named(group, channel)
     out = x.new_empty(scattered_shape(x.shape, dim, comm.rank, comm.world_size))
-    reduce_scatter_into(x.contiguous(), out, dim, op, group, channel, engine)
+    fill_reduce_scatter(comm, x, dim, op, engine)(x.contiguous(), out)
     return out
 
 
@@ -247,7 +272,8 @@ def all_to_all(
     """What each rank's x has for this rank, in the order of ranks."""
     rows = x.shape[0] if recv_counts is None else sum(recv_counts)
     out = x.new_empty([rows, *x.shape[1:]])
-    all_to_all_into(x.contiguous(), out, send_counts, recv_counts, group, channel, engine)
+    comm = Communicator.named(group, channel)
+    fill_all_to_all(comm, x, send_counts, recv_counts, engine)(x.contiguous(), out)
     return out
 
 
@@ -274,7 +300,7 @@ all_to_all.register_autograd(_all_to_all_backward, setup_context=_all_to_all_set
 def broadcast(x: Tensor, src: int, group: str, channel: str, engine: str) -> Tensor:
     """x of rank ``src``."""
     out = x.new_empty(x.shape)
-    broadcast_into(x.contiguous(), out, src, group, channel, engine)
+    fill_broadcast(Communicator.named(group, channel), x, src, engine)(x.contiguous(), out)
     return out
 
 

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from fusedcomm.communicator import Communicator
 from fusedcomm.ops.library.collectives import (
-    all_gather_into,
-    all_reduce_into,
+    fill_all_gather,
+    fill_all_reduce,
+    fill_reduce_scatter,
     gathered_shape,
-    reduce_scatter_into,
     scattered_shape,
 )
 from fusedcomm.ops.library.effects import communicates
@@ -44,7 +44,7 @@ def _own_shape(x: Tensor, dim: int, group: str, channel: str) -> list[int]:
 def join_shards(x: Tensor, dim: int, size: int, group: str, channel: str) -> Tensor:
     """All ranks' shards along ``dim``, which then is ``size`` long."""
     out = x.new_empty(gathered_shape(x.shape, dim, size))
-    all_gather_into(x.contiguous(), out, dim, group, channel, "auto")
+    fill_all_gather(Communicator.named(group, channel), x, dim, size, "auto")(x.contiguous(), out)
     return out
 
 
@@ -71,7 +71,8 @@ def _(x, dim, group, channel):
 def scatter_sum(x: Tensor, dim: int, group: str, channel: str) -> Tensor:
     """This rank's shard along ``dim`` of the sum over ranks."""
     out = x.new_empty(_own_shape(x, dim, group, channel))
-    reduce_scatter_into(x.contiguous(), out, dim, "sum", group, channel, "auto")
+    comm = Communicator.named(group, channel)
+    fill_reduce_scatter(comm, x, dim, "sum", "auto")(x.contiguous(), out)
     return out
 
 
@@ -85,7 +86,8 @@ def _(x, dim, group, channel):
 def sum_partials(x: Tensor, what: str, group: str, channel: str) -> Tensor:
     """The sum over ranks of a tensor; ``what`` names it in messages."""
     out = x.new_empty(x.shape)
-    all_reduce_into(x.contiguous(), out, "sum", "auto", group, channel, "auto", (f"of {what}",))
+    comm = Communicator.named(group, channel)
+    fill_all_reduce(comm, x, "sum", "auto", "auto", (f"of {what}",))(x.contiguous(), out)
     return out
 
 

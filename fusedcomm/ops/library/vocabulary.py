@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.ops.library.collectives import all_gather_into
+from fusedcomm.ops.library.collectives import fill_all_gather
 from fusedcomm.ops.library.effects import communicates
 from fusedcomm.schedule import shard_bounds
 from fusedcomm.trace import span
@@ -104,7 +104,7 @@ def vocab_parallel_cross_entropy(
         f"ignore_index {ignore_index}",
         f"label_smoothing {smoothing}",
     )
-    all_gather_into(own[None], everyone, 0, group, channel, "auto", purpose)
+    fill_all_gather(comm, own[None], 0, comm.world_size, "auto", purpose)(own[None], everyone)
     # All is relative to the largest logit: small losses of large logits would be lost otherwise.
     shift = _finite(everyone[:, 0].amax(0))
     log_sum = (everyone[:, 1] * (everyone[:, 0] - shift).exp()).sum(0).log()
