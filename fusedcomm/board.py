@@ -22,7 +22,7 @@ import threading
 
 from fusedcomm.symmetric.shm import Segment
 
-RUNNING, CLOSED, ABORTED, LOST, TIMED_OUT, MISMATCHED = range(6)
+RUNNING, CLOSED, ABORTED, LOST, TIMED_OUT, MISMATCHED, FULL = range(7)
 
 #: Entries on a board. A rank that is further ahead than this has long consumed what we compare.
 BOARDS = 64

@@ -38,5 +38,15 @@ class SharedMemoryError(FusedcommError, MemoryError):
 class CapacityError(ValueError):
     """Tokens were routed to a rank that has no room for them; raised on every rank alike.
 
-    It is known before a row is sent, and the communicator goes on working.
+    It is known before a row is sent. On CPUs it is raised by the call itself, and the communicator
+    goes on working. On GPUs the host does not wait for the routing: it is raised by a later call,
+    and the communicator is unusable, as after the errors that concern other ranks.
     """
+
+    @classmethod
+    def at(cls, reader: int, rows: int, capacity: int) -> CapacityError:
+        """For the rank that would receive too many rows."""
+        return cls(
+            f"rank {reader} would receive {rows} rows, padding included, but capacity is "
+            f"{capacity}: raise it, or choose overflow='drop'"
+        )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedcomm.errors import PeerTimeoutError
+from fusedcomm.errors import CapacityError, PeerTimeoutError
 from fusedcomm.symmetric.devices import Domain, survey
 from fusedcomm.symmetric.links import POLL_S
 from fusedcomm.waiting import Awaited, Watch, following
@@ -96,6 +96,7 @@ class GpuSide:
 
         Raises:
             PeerTimeoutError: a wait of an earlier call ran out.
+            CapacityError: an earlier call's rows found no room.
             PeerLostError, MismatchError, AbortedError: a peer is gone or has failed.
         """
         self.raise_recorded()
@@ -115,23 +116,28 @@ class GpuSide:
 
         Raises:
             PeerTimeoutError: with the operation, epoch, chunk and ranks.
+            CapacityError: more rows were routed to a rank than it has room for.
         """
         failed, kind, source, chunk, wanted, seen, op, _ = self.host_record.tolist()
         if not failed:
             return
-        from fusedcomm.kernels.signals import CONSUMED, FAILED, READY
+        from fusedcomm.kernels.signals import CAPACITY, CONSUMED, FAILED, READY
 
         rank, where = self._watch.rank, "" if chunk < 0 else f", chunk {chunk}"
         name = self._ops[op] if 0 <= op < len(self._ops) else "an operation"
-        if kind == FAILED.value:
-            text = f"rank {rank}: another rank gave up waiting, in or before {name}"
+        error: Exception
+        if kind == CAPACITY.value:
+            error = CapacityError.at(source, seen, wanted)
+        elif kind == FAILED.value:
+            error = PeerTimeoutError(
+                f"rank {rank}: another rank gave up waiting, in or before {name}"
+            )
         else:
             what = {READY.value: "data", CONSUMED.value: "the reader's signal"}.get(kind, "a flag")
             epoch = following(wanted) if kind == CONSUMED.value else wanted
-            text = (
+            error = PeerTimeoutError(
                 f"rank {rank} waited {self._watch.timeout_s:g} s for {what} in {name} (epoch "
                 f"{epoch}{where}) of rank {source}; the flag was {seen}, {wanted} was wanted"
             )
-        error = PeerTimeoutError(text)
         self._watch.fail(error)
         raise error

@@ -19,6 +19,7 @@ from torch.distributed import Work
 from fusedcomm import board, circles
 from fusedcomm.errors import (
     AbortedError,
+    CapacityError,
     ClosedError,
     FusedcommError,
     MismatchError,
@@ -35,9 +36,9 @@ _STATE_OF: dict[type[BaseException], int] = {
     PeerLostError: board.LOST,
     PeerTimeoutError: board.TIMED_OUT,
     MismatchError: board.MISMATCHED,
+    CapacityError: board.FULL,
 }
-_ERROR_OF = {board.LOST: PeerLostError, board.TIMED_OUT: PeerTimeoutError}
-_ERROR_OF |= {board.MISMATCHED: MismatchError}
+_ERROR_OF = {state: error for error, state in _STATE_OF.items()}
 
 #: Looks at a flag before the first system call: a few microseconds.
 _SPINS = 64
@@ -53,7 +54,7 @@ def state_of(error: BaseException) -> int:
     return _STATE_OF.get(type(error), board.ABORTED)
 
 
-def failure(block: board.ControlBlock) -> FusedcommError:
+def failure(block: board.ControlBlock) -> BaseException:
     """The error that a failed rank's control block stands for, on the others."""
     return _ERROR_OF.get(block.state, AbortedError)(block.reason)
 

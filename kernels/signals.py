@@ -45,6 +45,8 @@ PLACES = [
 ]
 #: What a record's ``kind`` says was awaited.
 CONSUMED, READY, FAILED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+#: Nothing: rows were routed to ``source`` that has no room; ``wanted`` is that room, ``seen`` they.
+CAPACITY = tl.constexpr(4)
 #: int32 words of a record.
 RECORD_WORDS = 8
 

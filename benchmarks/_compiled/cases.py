@@ -32,6 +32,7 @@ class Case:
         units: arguments that are 1, as contiguous strides are.
         pointers: argument -> Triton's type, of pointers and of whatever is no int32.
         rest: it stores what is left over at the end singly.
+        numbers: it stores numbers of a small table, not rows: one a thread will do.
         chips: those that it can be compiled for; None says all.
         extents: the constants that take the tiles' rows, columns and depth.
         warps: of a kernel without tiles from the table.
@@ -50,6 +51,7 @@ class Case:
     units: tuple[str, ...] = ()
     pointers: Mapping[str, str] = field(default_factory=dict)
     rest: bool = False
+    numbers: bool = False
     chips: tuple[str, ...] | None = None
     extents: tuple[str, str, str] = ("BM", "BN", "BK")
     warps: int = 4
@@ -223,6 +225,24 @@ _PUSH_ROWS = Case(
     more={"INDEXED": True, "SCALED": False, "BM": 16, "BN": 512},
     pointers=_pointers("data", index="*i64", scale="*fp32", segments="*i64", pieces_W="*i32"),
 )
+_COUNTS = Case(
+    "moe_route",
+    "push_counts_kernel",
+    signals=1,
+    more={"BLOCK": 256},
+    numbers=True,
+    pointers=_pointers("", bounds="*i64"),
+)
+_PLACES = _pointers(
+    "",
+    table="*i64",
+    starts_W="*i64",
+    out="*i64",
+    back="*i64",
+    out_pieces_W="*i32",
+    back_pieces_W="*i32",
+    **_BLOCKS,
+)
 _GATED = {"ACTIVATION": "swiglu", "GATED": True, "KEEP": True}
 _GROUPED_GRADIENT = Case(
     "grouped_weight_grad",
@@ -345,6 +365,15 @@ CASES: list[Case] = [
     Case("moe_rows", "sum_kernel",
          more={"K": 8, "WEIGHTED": True, "KEEP": True, "BN": 1024},
          pointers=_pointers("y kept", slot="*i64", weights="*fp32")),
+    _COUNTS,
+    dataclasses.replace(_COUNTS, kernel="collect_kernel", waits=1, signals=0,
+                        pointers=_pointers("", table="*i64")),
+    Case("moe_route", "places_kernel", "256 experts", more={"BLOCK": 256},
+         numbers=True, pointers=_PLACES),
+    Case("moe_route", "places_kernel", "8 experts", more={"BLOCK": 8}, numbers=True,
+         pointers=_PLACES),
+    Case("moe_route", "row_blocks_kernel", more={"BLOCK": 32}, warps=1, numbers=True,
+         pointers=_pointers("", blocks_W="*i32", **_BLOCKS)),
     # Before and after every operation.
     Case("signals", "begin", waits=1, pointers=_pointers("")),
     Case("signals", "end", signals=1, pointers=_pointers("", host_record="*i32")),

@@ -56,6 +56,26 @@ def check_choices(x: Tensor, ids: Tensor, weights: Tensor | None) -> None:
         raise ValueError(f"topk_weights lies on {weights.device}, but x on {x.device}")
 
 
+def check_num_tokens(x: Tensor, num_tokens: int | Tensor | None) -> None:
+    """Check a number of tokens, as far as the host knows it."""
+    tokens = x.shape[:-1].numel()
+    if num_tokens is None:
+        return
+    if isinstance(num_tokens, Tensor):
+        if num_tokens.dtype not in INTEGERS or num_tokens.numel() != 1:
+            raise ValueError(
+                "num_tokens must be one integer, or a tensor of one; got a tensor of "
+                f"{num_tokens.dtype} with shape {list(num_tokens.shape)}"
+            )
+        if num_tokens.device not in (x.device, torch.device("cpu")):
+            raise ValueError(f"num_tokens lies on {num_tokens.device}, but x on {x.device}")
+    elif isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
+        got = type(num_tokens).__name__
+        raise ValueError(f"num_tokens must be one integer, or a tensor of one; got {got}")
+    elif not 0 <= num_tokens <= tokens:
+        raise ValueError(f"num_tokens must be from 0 to the {tokens} of x; got {num_tokens}")
+
+
 def check_terms(
     ids: Tensor,
     num_experts: int,

@@ -32,6 +32,7 @@ from fusedcomm.ops.checks import check_engine
 from fusedcomm.ops.checks_moe import (
     check_choices,
     check_experts,
+    check_num_tokens,
     check_rows,
     check_terms,
 )
@@ -47,8 +48,8 @@ class Routing(NamedTuple):
     """Which row goes where; see ``fusedcomm.planning.routing``.
 
     Attributes:
-        table: int64 ``[W, E]`` in CPU memory: choices of every rank for every expert, experts in
-            the order of their ranks.
+        table: int64 ``[W, E]``: choices of every rank for every expert, experts in the order of
+            their ranks. With ``capacity`` it lies where the ids are, else in CPU memory.
         order: int64 ``[T * k]``, the choices (token * k + choice) in the order in which they are
             sent; those of no expert last.
         slot: int64 ``[T, k]``, its inverse; -1 for no expert.
@@ -100,6 +101,7 @@ def dispatch(
     capacity: int | None = None,
     max_tokens: int | None = None,
     overflow: str = "error",
+    num_tokens: int | Tensor | None = None,
     placement: Placed = None,
     plan: Dispatched | None = None,
     engine: str = "auto",
@@ -119,28 +121,36 @@ def dispatch(
             follows the largest call so far.
         overflow: "error", or "drop": choices find room in the order of source rank, token, choice;
             those that do not are as if they had no expert, and are counted in ``d.dropped``.
+        num_tokens: how many of the T tokens there are; those behind them have no expert, whatever
+            their ids are, and nothing of them is read. A number or an integer tensor, which on a
+            GPU may be changed between replays of a captured graph. Another one on every rank.
         placement: the rank of every expert, E of them. None: blocks of ``ceil(E / W)``. A rank's
             experts are in the order of their ids.
         plan: an earlier result whose routing is used again, without counting; x then has as many
             tokens, in any hidden size, and all other arguments are the plan's.
-        engine: "auto", "host" (overlapped, CPU) or "plain" (all-to-all of torch.distributed).
+        engine: "auto", "host" (overlapped, CPU), "triton" (kernels) or "plain" (all-to-all of
+            torch.distributed).
+
+    With ``capacity`` no host waits for a GPU. There ``overflow="error"`` is told by a later call,
+    and until then results are anything; see ``docs/moe.md``.
 
     Returns:
         see :class:`Dispatched`.
     """
     check_rows("x", x)
     if plan is not None:
-        return _replay(x, plan, topk_ids, topk_weights, num_experts)
+        return _replay(x, plan, topk_ids, topk_weights, num_experts, num_tokens)
     if topk_ids is None or num_experts is None:
         raise ValueError("dispatch needs topk_ids and num_experts, or the plan of an earlier call")
     check_engine(engine)
     check_choices(x, topk_ids, topk_weights)
+    check_num_tokens(x, num_tokens)
     address = address_of(group)
     owners = check_terms(
         topk_ids, num_experts, address.world_size, align, capacity, max_tokens, overflow, placement
     )
     where = _where(num_experts, owners, align, capacity, max_tokens, address, engine)
-    ids = topk_ids.reshape(-1, topk_ids.shape[-1])
+    ids = _ids_of(topk_ids, num_tokens)
     *routing, offs, counts, padded, dropped = direct(library.moe_route, ids)(ids, overflow, *where)
     rows = x.reshape(-1, x.shape[-1])
     sent, anchor = direct(library.moe_dispatch, rows)(rows, *routing, *where)
@@ -160,7 +170,9 @@ def dispatch(
 
 def _replay(x: Tensor, plan: Dispatched, *others: Any) -> Dispatched:
     if any(other is not None for other in others):
-        raise ValueError("plan has the ids, weights and num_experts already: give x alone with it")
+        raise ValueError(
+            "plan has the ids, weights, num_experts and num_tokens already: give x alone with it"
+        )
     if tuple(x.shape[:-1]) != plan.lead:
         raise ValueError(f"x is {list(x.shape)}, but the plan's tokens are {list(plan.lead)}")
     rows = x.reshape(-1, x.shape[-1])
@@ -214,6 +226,7 @@ def moe_ffn(
     capacity: int | None = None,
     max_tokens: int | None = None,
     overflow: str = "error",
+    num_tokens: int | Tensor | None = None,
     placement: Placed = None,
     save_rows: bool = True,
     engine: str = "auto",
@@ -226,8 +239,8 @@ def moe_ffn(
     ``torch.autocast`` x, experts and y are in its dtype, as ``F.linear``'s.
 
     Args:
-        x, topk_ids, topk_weights, group, align, capacity, max_tokens, overflow, placement, engine:
-            as in :func:`dispatch`.
+        x, topk_ids, topk_weights, group, align, capacity, max_tokens, overflow, num_tokens,
+            placement, engine: as in :func:`dispatch`.
         w13: this rank's experts ``[E_local, 2 * ffn, hidden]``; ``[E_local, ffn, hidden]`` for
             relu2, which has no gate.
         w2: ``[E_local, hidden, ffn]``.
@@ -248,6 +261,7 @@ def moe_ffn(
     x, (w13, w2), (b13, b2) = autocast(x, [w13, w2], [b13, b2])
     check_rows("x", x)
     check_choices(x, topk_ids, topk_weights)
+    check_num_tokens(x, num_tokens)
     address = address_of(group)
     if num_experts is None:
         num_experts = w13.shape[0] * address.world_size
@@ -257,7 +271,7 @@ def moe_ffn(
     local = local_experts(num_experts, address.rank, address.world_size, owners)
     check_experts(x, w13, w2, b13, b2, local, activation, layout, transposed)
     where = _where(num_experts, owners, align, capacity, max_tokens, address, engine)
-    ids = topk_ids.reshape(-1, topk_ids.shape[-1])
+    ids = _ids_of(topk_ids, num_tokens)
     *routing, _, _, _, _ = direct(library.moe_route, ids)(ids, overflow, *where)
     rows = x.reshape(-1, x.shape[-1])
     weights = None if topk_weights is None else topk_weights.reshape(ids.shape)
@@ -282,6 +296,17 @@ def moe_ffn(
         sent,
     )
     return y.reshape(x.shape) if beside is None else (y.reshape(x.shape), result)
+
+
+def _ids_of(topk_ids: Tensor, num_tokens: int | Tensor | None) -> Tensor:
+    """The ids ``[T, k]``; -1 from token ``num_tokens`` on."""
+    ids = topk_ids.reshape(-1, topk_ids.shape[-1])
+    if num_tokens is None:
+        return ids
+    if isinstance(num_tokens, Tensor):
+        num_tokens = num_tokens.reshape(())
+    there = torch.arange(ids.shape[0], device=ids.device) < num_tokens
+    return torch.where(there[:, None], ids.to(torch.int64), -1)
 
 
 def _called(beside: Callable[[], Any], address: Address) -> Any:

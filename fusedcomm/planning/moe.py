@@ -11,7 +11,8 @@ returns   C rows on their way back                      2       all owners, by t
 ========= ============================================= ======= =========================
 
 R is ``capacity`` or, without it, the most rows that a rank has received so far; C is
-``k * max_tokens`` or the most choices that a rank has sent so far. One slot is enough for the
+``k * max_tokens`` or the most choices that a rank has sent so far; in kernels, where there is a
+``capacity`` and nobody may look at the table, ``W * capacity`` instead. One slot is enough for the
 counts: all ranks have long read the table when one of them comes to make the next.
 """
 
@@ -115,17 +116,14 @@ def counts_space(num_experts: int, world_size: int) -> Space:
     return Space("moe counts", world_size, 4 * num_experts, 1, slots=1)
 
 
-def rows_space(terms: Terms, layout: Layout, row_bytes: int) -> Space:
-    """All sources write rows where their experts will read them."""
-    rows = layout.most_received if terms.capacity is None else terms.capacity
-    return _space("moe rows", rows, row_bytes, layout.placement)
+def rows_space(rows: int, row_bytes: int, placement: Placement) -> Space:
+    """All sources write rows where their experts will read them: the most that a rank receives."""
+    return _space("moe rows", rows, row_bytes, placement)
 
 
-def returns_space(terms: Terms, layout: Layout, row_bytes: int) -> Space:
-    """All owners of experts write finished rows where they came from."""
-    limit = terms.max_tokens
-    rows = layout.most_sent if limit is None else limit * terms.top_k
-    return _space("moe returns", rows, row_bytes, layout.placement)
+def returns_space(rows: int, row_bytes: int, placement: Placement) -> Space:
+    """All owners of experts write finished rows where they came from: the most that were sent."""
+    return _space("moe returns", rows, row_bytes, placement)
 
 
 def _space(kind: str, rows: int, row_bytes: int, placement: Placement) -> Space:

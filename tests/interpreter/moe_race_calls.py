@@ -41,16 +41,32 @@ def calls(rank: int, world_size: int, op: str, same_slot: bool) -> None:
 
 
 def faulty_calls(rank: int, world_size: int, op: str, fault: str) -> None:
+    if fault.startswith("counts"):
+        counts_again(rank, world_size, fault)
+        return
     with FAULTS[fault]():
         calls(rank, world_size, op, True)
 
 
+def counts_again(rank: int, world_size: int, fault: str) -> None:
+    """The same counts in every call, faulty from the second on: a table that is read too early is
+    right all the same, and no rank is led astray."""
+    for plant in (contextlib.nullcontext, FAULTS[fault], FAULTS[fault]):
+        torch.manual_seed(rank)
+        with plant():
+            _dispatch(20)
+
+
 def _pair(rank: int, world_size: int, tokens: int) -> None:
+    d = _dispatch(tokens)
+    fc.combine(d.x * 2.0, d).sum().backward()
+
+
+def _dispatch(tokens: int) -> fc.Dispatched:
     x = torch.randn(tokens, HIDDEN, requires_grad=True)
     weights = torch.rand(tokens, 2, requires_grad=True)
     ids = torch.randint(-1, EXPERTS, (tokens, 2))
-    d = fc.dispatch(x, ids, weights, EXPERTS, align=2, engine="triton")
-    fc.combine(d.x * 2.0, d).sum().backward()
+    return fc.dispatch(x, ids, weights, EXPERTS, align=2, engine="triton")
 
 
 def _ffn(rank: int, world_size: int, tokens: int, input_gradient: bool = True) -> torch.Tensor:
@@ -106,7 +122,25 @@ _WAIT = "ok = wait_at_least(flag, epoch, limit, record, READY, source, {})"
 _COUNT = "if count_in(counters + segment * MAX_PIECES + piece, blocks):"
 _RETURNED = "if count_in(counters + source, tl.load(tiles_W + source) * column_blocks):"
 
+_COUNTS_SIGNAL = """        if peer != rank:
+            # Matched by collect_kernel.
+            signal(words(bases, peer) + ready_word + rank * chunks * FLAG_WORDS, epoch)
+"""
+_COUNTS_STORES = "        for first in range(0, columns, BLOCK):\n            column = first"
+
 FAULTS = {
+    "counts not awaited": _kernels("moe_route", (_WAIT.format("0"), "ok = ok")),
+    "counts signalled before they are written": _kernels(
+        "moe_route",
+        (_COUNTS_SIGNAL, ""),
+        (
+            _COUNTS_STORES + " + tl.arange(0, BLOCK)\n            exists = column < columns\n"
+            "            begin",
+            _COUNTS_SIGNAL
+            + _COUNTS_STORES
+            + " + tl.arange(0, BLOCK)\n            exists = column < columns\n            begin",
+        ),
+    ),
     "rows not awaited": _kernels("grouped_linear", (_WAIT.format("chunk"), "ok = ok")),
     "one flag for all pieces": _kernels(
         "grouped_linear",

@@ -18,8 +18,9 @@ def test_every_kernel_is_clean(pools, op, world_size, same_slot):
     recordings = pool.run(races.recorded, calls, world_size, op, same_slot, timeout_s=200)
     assert races.check(recordings) == []
     used = {"push_rows_kernel", "await_kernel", "take_kernel", "sum_kernel"}
+    used |= {"push_counts_kernel", "collect_kernel", "places_kernel"}
     if op != "pair":
-        used |= {"up_kernel", "down_kernel"}
+        used |= {"up_kernel", "down_kernel", "row_blocks_kernel"}
         used |= {"grouped_weight_grad_kernel", "grouped_bias_grad_kernel"}
     events = [event for recording in recordings for event in recording.events]
     assert used <= {event.launch.kernel for event in events if event.launch}
@@ -29,6 +30,8 @@ def test_every_kernel_is_clean(pools, op, world_size, same_slot):
 @pytest.mark.parametrize(
     "fault, op",
     [
+        ("counts not awaited", "pair"),
+        ("counts signalled before they are written", "pair"),
         ("rows not awaited", "moe_ffn"),
         ("one flag for all pieces", "moe_ffn"),
         ("the end not awaited", "pair"),

@@ -13,7 +13,7 @@ import torch
 import fusedcomm as fc
 from fusedcomm.engines.triton.config import Tiles, fitting
 from fusedcomm.gpu import GpuSide
-from fusedcomm.kernels.signals import CONSUMED, FAILED, READY
+from fusedcomm.kernels.signals import CAPACITY, CONSUMED, FAILED, READY
 from fusedcomm.planning import spaces
 from fusedcomm.planning import tensor_parallel as planning
 from fusedcomm.symmetric import cuda
@@ -160,6 +160,8 @@ def test_a_record_becomes_an_error() -> None:
     found._watch.fail.assert_called_once_with(caught.value)
     with pytest.raises(fc.PeerTimeoutError, match=r"epoch -2147483648\) of rank 0"):
         side([1, CONSUMED.value, 0, -1, 2**31 - 1, 5, 1, 0]).raise_recorded()
+    with pytest.raises(fc.CapacityError, match="rank 2 would receive 90 rows.*capacity is 64"):
+        side([1, CAPACITY.value, 2, -1, 64, 90, 1, 0]).raise_recorded()
     with pytest.raises(fc.PeerTimeoutError, match="another rank gave up"):
         side([1, FAILED.value, -1, -1, 1, 1, 1, 0]).raise_recorded()
 

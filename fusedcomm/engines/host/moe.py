@@ -19,18 +19,19 @@ from fusedcomm.engines.host.moe_ffn import (
 )
 from fusedcomm.engines.host.rows import Returns, Rows, arriving, clear_padding
 from fusedcomm.engines.routed import Routed
-from fusedcomm.planning.moe import Plan, counts_space, table_text
+from fusedcomm.engines.routing import Route, route_on_host
+from fusedcomm.planning.moe import Plan, Terms, counts_space, table_text
 from fusedcomm.schedule import successors
 from fusedcomm.trace import span
 
 __all__ = [
     "combine",
     "dispatch",
-    "exchange_counts",
     "moe_ffn",
     "moe_ffn_backward",
     "moe_ffn_choices",
     "moe_send",
+    "route",
 ]
 
 Tensor = torch.Tensor
@@ -61,6 +62,11 @@ def exchange_counts(comm: Communicator, plan: Plan, counts: np.ndarray) -> np.nd
     return table.numpy().astype(np.int64)
 
 
+def route(comm: Communicator, plan: Plan, terms: Terms, ids: Tensor, overflow: str) -> Route:
+    """The routing of ids ``[T, k]``, agreed on by all ranks; see ``engines.routing``."""
+    return route_on_host(exchange_counts, comm, plan, terms, ids, overflow)
+
+
 def dispatch(
     comm: Communicator, plan: Plan, x: Tensor, scale: Tensor | None, routed: Routed
 ) -> Tensor:
@@ -71,7 +77,7 @@ def dispatch(
         scale: a factor for every row that this rank sends ``[sent, 1]``, or None.
     """
     rank = comm.rank
-    result = x.new_empty(routed.received(rank), x.shape[1])
+    result = x.new_empty(routed.received, x.shape[1])
     with comm.collective(f"{plan.text}, {table_text(routed.layout)}"):
         rows = Rows(comm, "dispatch", routed, x.shape[1], x.dtype)
         rows.send(x.contiguous(), scale, own=result)

@@ -143,7 +143,7 @@ def moe_ffn(
         y ``[T, hidden]``; the rows ``[received, hidden]`` and z ``[received, width]``; the finished
         rows by token and choice ``[T, k, hidden]``. Those not kept are empty.
     """
-    rank, hidden, total = comm.rank, x.shape[1], routed.received(comm.rank)
+    rank, hidden, total = comm.rank, x.shape[1], routed.received
     kept_x = x.new_empty((total, hidden) if keep_rows else (0,))
     kept_z = x.new_empty((total, experts.width) if keep_rows else (0,))
     with comm.collective(f"{plan.text}, {table_text(routed.layout)}"):

@@ -77,10 +77,10 @@ class Rows:
         self.rank = comm.rank
         self._routed = routed
         self._peers = successors(comm.rank, comm.world_size)
-        self._closing = chunks(routed.layout.placement) - 1
+        self._closing = chunks(routed.placement) - 1
         self._received = routed.layout.received.tolist()
         self._hidden, self._dtype = hidden, dtype
-        space = rows_space(routed.terms, routed.layout, hidden * dtype.itemsize)
+        space = rows_space(routed.most_received, hidden * dtype.itemsize, routed.placement)
         self.call: Call = comm.memory.take(op, space)
         self.own = torch.empty(0)
 
@@ -159,9 +159,9 @@ class Returns:
         self.rank = comm.rank
         self._routed = routed
         self._peers = successors(comm.rank, comm.world_size)
-        self._closing = chunks(routed.layout.placement) - 1
+        self._closing = chunks(routed.placement) - 1
         self._hidden, self._dtype = hidden, dtype
-        space = returns_space(routed.terms, routed.layout, hidden * dtype.itemsize)
+        space = returns_space(routed.most_sent, hidden * dtype.itemsize, routed.placement)
         self.call: Call = comm.memory.take(op, space)
         sent = routed.layout.sent.tolist()
         for peer in self._peers:

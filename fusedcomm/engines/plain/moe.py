@@ -1,8 +1,8 @@
 """The mixture of experts without overlap, on torch.distributed's all-to-all.
 
 The functions, arguments and results are those of ``engines.host.moe``. Rows arrive ordered by
-source and are put in order once more, which the overlapped engines save. Tables lie in CPU memory,
-also for CUDA ranks.
+source and are put in order once more, which the overlapped engines save. Tables are read on the
+host, also those of CUDA ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from fusedcomm.communicator import Communicator
 from fusedcomm.engines.choices import sum_choices
 from fusedcomm.engines.experts import Experts, activate, activate_backward, experts_grads
 from fusedcomm.engines.routed import Routed
-from fusedcomm.planning.moe import Plan, table_text
+from fusedcomm.engines.routing import Route, route_on_host
+from fusedcomm.planning.moe import Plan, Terms, table_text
 from fusedcomm.trace import span
 
 Tensor = torch.Tensor
@@ -30,6 +31,10 @@ def exchange_counts(comm: Communicator, plan: Plan, counts: np.ndarray) -> np.nd
             "dispatch", lambda: dist.all_gather(rows, own, group=comm.group, async_op=True)
         )
     return torch.stack(rows).cpu().numpy()
+
+
+def route(comm: Communicator, plan: Plan, terms: Terms, ids: Tensor, overflow: str) -> Route:
+    return route_on_host(exchange_counts, comm, plan, terms, ids, overflow)
 
 
 def dispatch(
@@ -126,13 +131,14 @@ def moe_ffn_choices(
 
 def _there(comm: Communicator, op: str, x: Tensor, scale: Tensor | None, routed: Routed) -> Tensor:
     """This rank's rows, in their order, padding zeroed."""
-    sent = x.index_select(0, routed.tokens)
-    if scale is not None:
-        sent = (sent * scale).to(x.dtype)
     splits, own = _splits(comm, routed)
+    some = sum(splits)  # behind them are the choices of no expert, whose rows nobody may read
+    sent = x.index_select(0, routed.tokens[:some])
+    if scale is not None:
+        sent = (sent * scale[:some]).to(x.dtype)
     arrived = x.new_empty(sum(own), x.shape[1])
     _exchange(comm, op, arrived, sent, own, splits)
-    rows = x.new_zeros(routed.received(comm.rank), x.shape[1])
+    rows = x.new_zeros(routed.received, x.shape[1])
     rows[_places(comm, routed).to(x.device)] = arrived
     return rows
 

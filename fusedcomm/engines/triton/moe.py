@@ -4,45 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.experts import Experts, activate_backward
+from fusedcomm.engines.experts import Experts, activate, activate_backward
 from fusedcomm.engines.routed import Routed
 from fusedcomm.engines.triton.arguments import blocks, meta
-from fusedcomm.engines.triton.collectives import all_gather
 from fusedcomm.engines.triton.config import Tiles, tiles_of
 from fusedcomm.engines.triton.experts_grads import experts_grads
 from fusedcomm.engines.triton.launch import Launch, launches
 from fusedcomm.engines.triton.places import Places, Segments
+from fusedcomm.engines.triton.routing import route
 from fusedcomm.kernels import grouped_linear, moe_rows
 from fusedcomm.planning.moe import Plan, returns_space, rows_space, table_text
+from fusedcomm.protocol import Space
+
+__all__ = [
+    "combine",
+    "dispatch",
+    "moe_ffn",
+    "moe_ffn_backward",
+    "moe_ffn_choices",
+    "moe_send",
+    "route",
+]
 
 #: Rows and features that are moved at once.
 _ROWS, _FEATURES = 16, 512
-
-
-def exchange_counts(comm: Communicator, plan: Plan, counts: np.ndarray) -> np.ndarray:
-    """The table ``[W, E]``, from every rank's own row ``[E]``; the host waits for it."""
-    size, experts = comm.world_size, len(counts)
-    own = torch.from_numpy(counts.astype(np.int64)).to(comm.device).view(1, experts)
-    table = own.new_empty(1, size * experts)
-    bounds = [(rank * experts, (rank + 1) * experts) for rank in range(size)]
-    all_gather(comm, plan, own, table, bounds)  # type: ignore[arg-type]  # it needs the text alone
-    return table.view(size, experts).cpu().numpy()
 
 
 def dispatch(
     comm: Communicator, plan: Plan, x: Tensor, scale: Tensor | None, routed: Routed
 ) -> Tensor:
     """This rank's rows ``[received, hidden]``; see the host engine."""
-    hidden = x.shape[1]
-    places = Places(routed, comm.rank, x.device)
-    result = x.new_empty(routed.received(comm.rank), hidden)
-    space = rows_space(routed.terms, routed.layout, hidden * x.dtype.itemsize)
-    with launches(comm, "dispatch", space, _text(plan, routed), x.device) as rows:
+    result = x.new_empty(routed.received, x.shape[1])
+    space = _rows(routed, x)
+    with launches(comm, "dispatch", space, _text(plan, routed, x), x.device) as rows:
+        places = Places(rows, routed)
         _push(rows, places, places.out, x.contiguous(), routed.tokens, scale)
         _await(rows, places)
         _take(rows, places, result)
@@ -53,13 +52,12 @@ def combine(
     comm: Communicator, plan: Plan, h: Tensor, weights: Tensor | None, routed: Routed, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """The weighted sums of this rank's tokens, and the rows they are made of if ``keep``."""
-    hidden = h.shape[1]
-    places = Places(routed, comm.rank, h.device)
-    space = returns_space(routed.terms, routed.layout, hidden * h.dtype.itemsize)
-    with launches(comm, "combine", space, _text(plan, routed), h.device) as returns:
+    space = _returns(routed, h)
+    with launches(comm, "combine", space, _text(plan, routed, h), h.device) as returns:
+        places = Places(returns, routed)
         _push(returns, places, places.back, h.contiguous(), None, None)
         _await(returns, places)
-        return _sum(returns, h, weights, routed, keep)
+        return _sum(returns, h, h.shape[1], weights, routed, keep)
 
 
 def moe_send(comm: Communicator, plan: Plan, x: Tensor, routed: Routed) -> int:
@@ -80,28 +78,23 @@ def moe_ffn(
     sent: int | None = None,
 ) -> list[Tensor]:
     """y ``[T, hidden]``, and what the backward pass needs; see the host engine."""
-    hidden, total = x.shape[1], routed.received(comm.rank)
-    places = Places(routed, comm.rank, x.device)
-    row_bytes = hidden * x.dtype.itemsize
-    spaces = (
-        rows_space(routed.terms, routed.layout, row_bytes),
-        returns_space(routed.terms, routed.layout, row_bytes),
-    )
+    hidden, total = x.shape[1], routed.received
+    spaces = (_rows(routed, x), _returns(routed, x))
     kept_x = x.new_empty((total, hidden) if keep_rows else (0,))
     kept_z = x.new_empty((total, experts.width) if keep_rows else (0,))
     a = x.new_empty(total, experts.ffn)
-    text = _text(plan, routed)
+    text = _text(plan, routed, x)
     with launches(comm, "moe_ffn", spaces[0], text, x.device, spaces[1]) as rows:
         (returns,) = rows.beside
+        places = Places(rows, routed)
         _push(rows, places, places.out, x.contiguous(), routed.tokens, None)
         _up(rows, places, routed, experts, a, kept_z if keep_rows else None)
-        down = experts.w2.transpose(1, 2) if experts.style.transposed else experts.w2
-        _down(returns, places, routed, a, down, experts.b2)
+        _down(returns, places, routed, a, _down_weight(experts), experts.b2)
         _await(rows, places)
         if keep_rows:
             _take(rows, places, kept_x)
         _await(returns, places)
-        y, kept = _sum(returns, x, weights, routed, keep_choices)
+        y, kept = _sum(returns, x, hidden, weights, routed, keep_choices)
     return [y, kept_x, kept_z, kept]
 
 
@@ -119,17 +112,16 @@ def moe_ffn_backward(
 ) -> list[Tensor | None]:
     """From dy: dx, and the gradients of w13, w2, b13 and b2; see the host engine."""
     hidden, total = dy.shape[1], z.shape[0]
-    places = Places(routed, comm.rank, dy.device)
-    row_bytes = hidden * dy.dtype.itemsize
-    spaces = [rows_space(routed.terms, routed.layout, row_bytes)]
+    spaces = [_rows(routed, dy)]
     if need_x:
-        spaces.append(returns_space(routed.terms, routed.layout, row_bytes))
+        spaces.append(_returns(routed, dy))
     up = experts.w13 if experts.style.transposed else experts.w13.transpose(1, 2)
     down = experts.w2 if experts.style.transposed else experts.w2.transpose(1, 2)
     da, dz = z.new_empty(total, experts.ffn), torch.empty_like(z)
     dx: Tensor | None = None
-    text = _text(plan, routed)
+    text = _text(plan, routed, dy)
     with launches(comm, "moe_ffn_backward", spaces[0], text, dy.device, *spaces[1:]) as rows:
+        places = Places(rows, routed)
         scale = routed.scale(weights)
         _push(rows, places, places.out, dy.contiguous(), routed.tokens, scale)
         _product(rows, places, routed, down, da)
@@ -142,12 +134,48 @@ def moe_ffn_backward(
         grads = experts_grads(rows, places, dh, da, dz, x_rows, experts, needs)
         if need_x:
             _await(rows.beside[0], places)
-            dx, _ = _sum(rows.beside[0], dy, None, routed, False)
+            dx, _ = _sum(rows.beside[0], dy, hidden, None, routed, False)
     return [dx, *grads]
 
 
-def _text(plan: Plan, routed: Routed) -> str:
-    return f"{plan.text}, {table_text(routed.layout)}"
+def moe_ffn_choices(
+    comm: Communicator, plan: Plan, z: Tensor, experts: Experts, routed: Routed
+) -> Tensor:
+    """The finished rows by token and choice ``[T, k, hidden]``, made from z once more."""
+    a = z.new_empty(z.shape[0], experts.ffn)
+    space = _space_of(returns_space, routed.most_sent_unread, routed, experts.hidden, z)
+    text = _text(plan, routed, z)
+    with launches(comm, "moe_ffn_backward", space, text, z.device) as returns:
+        places = Places(returns, routed)
+        returns.call(lambda: activate(z, experts.style, a))
+        _down(returns, places, routed, a, _down_weight(experts), experts.b2)
+        _await(returns, places)
+        _, kept = _sum(returns, z, experts.hidden, None, routed, True)
+    return kept
+
+
+def _down_weight(experts: Experts) -> Tensor:
+    """``[experts, hidden, ffn]``."""
+    return experts.w2.transpose(1, 2) if experts.style.transposed else experts.w2
+
+
+def _rows(routed: Routed, x: Tensor) -> Space:
+    """The memory in which rows like those of x travel to the experts."""
+    return _space_of(rows_space, routed.most_received, routed, x.shape[1], x)
+
+
+def _returns(routed: Routed, x: Tensor) -> Space:
+    """The memory in which rows like those of x travel back."""
+    return _space_of(returns_space, routed.most_sent_unread, routed, x.shape[1], x)
+
+
+def _space_of(kind: Any, rows: int, routed: Routed, hidden: int, like: Tensor) -> Space:
+    return kind(rows, hidden * like.dtype.itemsize, routed.placement)
+
+
+def _text(plan: Plan, routed: Routed, x: Tensor) -> str:
+    """What must be equal on every rank; on CPUs, where it can be looked at, the table as well."""
+    return f"{plan.text}, {table_text(routed.layout)}" if x.device.type == "cpu" else plan.text
 
 
 def _push(
@@ -227,9 +255,15 @@ def _take(launch: Launch, places: Places, out: Tensor) -> None:
 
 
 def _sum(
-    launch: Launch, like: Tensor, weights: Tensor | None, routed: Routed, keep: bool
+    launch: Launch,
+    like: Tensor,
+    hidden: int,
+    weights: Tensor | None,
+    routed: Routed,
+    keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    (tokens, k), hidden = routed.slot.shape, like.shape[1]
+    """The sums ``[T, hidden]``, in the dtype of ``like``, and the rows they are made of."""
+    tokens, k = routed.slot.shape
     y = like.new_empty(tokens, hidden)
     kept = like.new_empty((tokens, k, hidden) if keep else (0,))
     launch.run(
@@ -260,8 +294,7 @@ def _grouped(
     Args:
         gated: whether a tile has two sums.
     """
-    received = int(routed.layout.received.max())
-    rows = blocks(received, max(1, places.experts))
+    rows = blocks(routed.most_received, max(1, places.experts))
     product = "epilogue" if gated else "large" if weight.stride(2) == 1 else "transposed"
     _, columns, depth = weight.shape
     return tiles_of(launch.device, weight.dtype, rows, columns, depth, product)

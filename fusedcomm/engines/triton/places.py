@@ -1,17 +1,22 @@
-"""A routing as the kernels of the mixture of experts read it: tensors on the device."""
+"""A routing as the kernels of the mixture of experts read it: tensors on the device, made there."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from fusedcomm.engines.routed import Routed
-from fusedcomm.planning.routing import MAX_PIECES, Layout, chunk, chunks
-from fusedcomm.planning.routing import pieces as cut
-from fusedcomm.schedule import successors
+from fusedcomm.engines.triton.constants import constants_of
+from fusedcomm.engines.triton.launch import Launch
+from fusedcomm.kernels import moe_route
+from fusedcomm.planning.routing import MAX_PIECES, chunks
+
+#: int64 words of a segment, see ``kernels.moe_rows``.
+_FIELDS = 5
 
 
 class Segments(NamedTuple):
@@ -37,6 +42,8 @@ class Segments(NamedTuple):
 class Places:
     """Where the rows of one routing lie, for one rank; int64 unless said otherwise.
 
+    The host knows how large these tensors are, and nothing of what is in them.
+
     Attributes:
         experts: how many this rank has.
         closing: the flag that says that everything was sent.
@@ -46,22 +53,49 @@ class Places:
         out, back: what this rank sends to experts, and back to the sources.
     """
 
-    def __init__(self, routed: Routed, rank: int, device: torch.device) -> None:
-        layout = routed.layout
-        own = layout.placement.columns(rank)
-        mine = slice(own.start, own.stop)
-        self._device = device
-        self._layout = layout
-        self._own = own
-        self.experts = len(own)
-        self.closing = chunks(layout.placement) - 1
-        self.first_E = self._tensor(layout.first_row_E[mine])
-        self.counts_E = self._tensor(layout.counts_E[mine])
-        self.first_WE = self._tensor(layout.first_row_WE[:, mine])
-        self.counts_WE = self._tensor(layout.counts_WE[:, mine])
-        self.back_WE = self._tensor(layout.sent_row_WE[:, mine])
-        self.out = self._segments(_outward(layout, rank))
-        self.back = self._segments(_homeward(layout, rank, own))
+    def __init__(self, launch: Launch, routed: Routed, record: Tensor | None = None) -> None:
+        """Queue on ``launch`` what computes them.
+
+        Args:
+            record: where too many rows are noted, instead of the launch's record of failures.
+        """
+        placement, size = routed.placement, launch.world_size
+        columns, experts = placement.num_experts, len(placement.columns(launch.rank))
+        self._launch = launch
+        self.experts = experts
+        self.closing = chunks(placement) - 1
+        segments = size * experts
+        sizes = [experts, experts, *[segments] * 3, _FIELDS * columns, _FIELDS * segments]
+        parts = _parts(sizes, launch.device)
+        self.first_E, self.counts_E = next(parts), next(parts)
+        self.first_WE, self.counts_WE, self.back_WE = (
+            next(parts).view(size, experts) for _ in range(3)
+        )
+        self.out, self.back = (
+            Segments(next(parts).view(-1, _FIELDS), self._per_rank()) for _ in range(2)
+        )
+        capacity = routed.terms.capacity
+        launch.run(
+            moe_route.places_kernel,
+            size,
+            "copy",
+            "places of rows",
+            table=routed.table.to(launch.device, non_blocking=True),
+            starts_W=constants_of(placement, launch.device).starts,
+            **self.arguments(),
+            back_WE=self.back_WE,
+            out=self.out.fields,
+            back=self.back.fields,
+            out_pieces_W=self.out.pieces,
+            back_pieces_W=self.back.pieces,
+            rank=launch.rank,
+            world_size=size,
+            columns=columns,
+            align=routed.terms.align,
+            capacity=-1 if capacity is None else capacity,
+            record=launch.record if record is None else record,
+            BLOCK=triton.next_power_of_2(columns),
+        )
 
     def arguments(self) -> dict[str, Any]:
         """For the grouped products."""
@@ -74,41 +108,30 @@ class Places:
         }
 
     def row_blocks(self, block: int) -> Tensor:
-        """int32 ``[W]``: blocks of this rank's experts that have rows of each source."""
-        layout, mine = self._layout, slice(self._own.start, self._own.stop)
-        counts = layout.counts_WE[:, mine]
-        begin = layout.first_row_WE[:, mine] - layout.first_row_E[mine]
-        blocks = np.where(counts > 0, (begin + counts - 1) // block - begin // block + 1, 0)
-        return self._tensor(blocks.sum(1), torch.int32)
+        """Queue: int32 ``[W]``, blocks of this rank's experts that have rows of each source."""
+        blocks = self._per_rank()
+        self._launch.run(
+            moe_route.row_blocks_kernel,
+            self._launch.world_size,
+            "copy",
+            "blocks of rows",
+            blocks_W=blocks,
+            block=block,
+            BLOCK=triton.next_power_of_2(max(1, self.experts)),
+            num_warps=1,
+            **self.arguments(),
+        )
+        return blocks
 
-    def _segments(self, found: list[tuple[int, int, int, int, int]]) -> Segments:
-        pieces = np.zeros(len(self._layout.counts_WE), dtype=np.int64)
-        for peer, _, _, rows, flag in found:
-            if rows:
-                pieces[peer] += 1 if flag < 0 else sum(last > first for _, first, last in cut(rows))
-        fields = np.array(found, dtype=np.int64).reshape(len(found), 5)
-        return Segments(self._tensor(fields), self._tensor(pieces, torch.int32))
-
-    def _tensor(self, values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, dtype)
-
-
-def _outward(layout: Layout, rank: int) -> list[tuple[int, int, int, int, int]]:
-    """To every expert, the next rank's first and this rank's own last."""
-    found = []
-    for peer in (*successors(rank, len(layout.counts_WE)), rank):
-        for local, column in enumerate(layout.placement.columns(peer)):
-            here, there = layout.sent_row_WE[rank, column], layout.first_row_WE[rank, column]
-            rows, flag = layout.counts_WE[rank, column], chunk(local, 0)
-            found.append((peer, int(here), int(there), int(rows), flag))
-    return found
+    def _per_rank(self) -> Tensor:
+        launch = self._launch
+        return torch.empty(launch.world_size, dtype=torch.int32, device=launch.device)
 
 
-def _homeward(layout: Layout, rank: int, own: range) -> list[tuple[int, int, int, int, int]]:
-    """From this rank's experts to every source."""
-    found = []
-    for peer in (*successors(rank, len(layout.counts_WE)), rank):
-        for column in own:
-            here, there = layout.first_row_WE[peer, column], layout.sent_row_WE[peer, column]
-            found.append((peer, int(here), int(there), int(layout.counts_WE[peer, column]), -1))
-    return found
+def _parts(sizes: list[int], device: torch.device) -> Iterator[Tensor]:
+    """Tensors of so many words in one allocation, each at a multiple of 16 bytes."""
+    whole = torch.empty(sum(size + size % 2 for size in sizes), dtype=torch.int64, device=device)
+    begin = 0
+    for size in sizes:
+        yield whole[begin : begin + size]
+        begin += size + size % 2

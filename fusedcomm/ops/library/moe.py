@@ -1,8 +1,9 @@
 """The mixture of experts as torch custom ops: shapes for tracing, and their gradients.
 
-A routing is three tensors: ``table`` int64 ``[W, E]`` in CPU memory, ``order`` int64 ``[T * k]``
-and ``slot`` int64 ``[T, k]``; see ``planning.routing``. With it, dispatch and combine are each
-other's gradient, and nothing is counted again:
+A routing is three tensors: ``table`` int64 ``[W, E]``, ``order`` int64 ``[T * k]`` and ``slot``
+int64 ``[T, k]``; see ``planning.routing``. The table lies where the ids are or, without
+``capacity``, in CPU memory, since sizes then depend on it. With a routing, dispatch and combine are
+each other's gradient, and nothing is counted again:
 
 ============ ============================== =======================================
 op           gradient of its rows           gradient of the weights
@@ -32,11 +33,9 @@ from fusedcomm.communicator import Communicator
 from fusedcomm.engines import operations_of
 from fusedcomm.engines.choices import dot_choices
 from fusedcomm.engines.routed import Routed
-from fusedcomm.errors import CapacityError
+from fusedcomm.engines.routing import table_device
 from fusedcomm.ops.library.effects import communicates
-from fusedcomm.planning.capacity import drop
 from fusedcomm.planning.moe import Plan, Terms, plan
-from fusedcomm.planning.routing import Layout, columns_of, sort_choices
 
 #: num_experts, owners (ranks, blanks between them, or ""), align, capacity, max_tokens, group,
 #: channel, engine. (A list would have to be answered by a list in every backward pass.)
@@ -53,7 +52,7 @@ class _Run(NamedTuple):
 
     def routed(self, table: Tensor, order: Tensor, slot: Tensor) -> Routed:
         comm = self.comm
-        return Routed.of(self.terms, comm.rank, comm.world_size, table, order, slot)
+        return Routed(self.terms, comm.rank, comm.world_size, table, order, slot)
 
 
 def _ranks(owners: str) -> tuple[int, ...]:
@@ -95,38 +94,7 @@ def moe_route(
     """
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
     run = _decide("dispatch", ids, ids.shape[1], f"counts, overflow {overflow}", where)
-    comm, placement = run.comm, run.terms.placement(run.comm.world_size)
-    columns = columns_of(ids.cpu().numpy(), placement)
-    counts, order, slot = sort_choices(columns, num_experts)
-    table = run.engine.exchange_counts(comm, run.plan, counts)
-    layout, dropped = Layout(table, placement, align), 0
-    if capacity is not None and layout.most_received > capacity:
-        if overflow == "error":
-            reader = int(layout.received.argmax())
-            raise CapacityError(
-                f"rank {reader} would receive {layout.most_received} rows, padding included, but "
-                f"capacity is {capacity}: raise it, or choose overflow='drop'"
-            )
-        columns = drop(columns, comm.rank, table, placement, align, capacity)
-        dropped = int(counts.sum())
-        counts, order, slot = sort_choices(columns, num_experts)
-        dropped -= int(counts.sum())
-        table = run.engine.exchange_counts(comm, run.plan, counts)
-        layout = Layout(table, placement, align)
-    own = placement.columns(comm.rank)
-
-    def per_expert(values: Any) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=ids.device)
-
-    return (
-        torch.from_numpy(table),
-        torch.from_numpy(order).to(ids.device),
-        torch.from_numpy(slot).to(ids.device),
-        per_expert(layout.offsets(comm.rank)),
-        per_expert(layout.counts_E[own.start : own.stop]),
-        per_expert(layout.padded_E[own.start : own.stop]),
-        torch.tensor(dropped, device=ids.device),
-    )
+    return run.engine.route(run.comm, run.plan, run.terms, ids, overflow)
 
 
 @moe_route.register_fake
@@ -136,7 +104,7 @@ def _(ids, overflow, num_experts, owners, align, capacity, max_tokens, group, ch
     local = len(terms.placement(comm.world_size).experts[comm.rank])
     size = (comm.world_size, num_experts)
     return (
-        torch.empty(size, dtype=torch.int64, device="cpu"),
+        torch.empty(size, dtype=torch.int64, device=table_device(ids.device, capacity)),
         ids.new_empty(ids.shape[0] * ids.shape[1], dtype=torch.int64),
         ids.new_empty(ids.shape, dtype=torch.int64),
         *(ids.new_empty(local, dtype=torch.int32) for _ in range(3)),
