@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import fusedcomm as fc
+from fusedcomm.engines.experts import Experts, Style
+from fusedcomm.engines.triton.experts_grads import experts_grads
+from fusedcomm.engines.triton.launch import launches
 from fusedcomm.ops.library import tensor_parallel as library
-from tests.compile.stand_in import PROGRAMS, gpu
+from fusedcomm.protocol import Space
+from tests.compile.stand_in import GPU, PROGRAMS, gpu
 
 #: Compute capability, and bytes of shared memory that a program may have.
 HOPPER, AMPERE, BLACKWELL = (90, 232_448), (80, 166_912), (100, 232_448)
@@ -113,3 +118,41 @@ def test_launches_beside_copies(pools):
     grids = {event[1]: event[2] for event in found["gather"] if event[0] == "launch"}
     assert 0 < grids["consume_kernel"] < PROGRAMS  # room for a copy that the driver makes a kernel
     assert not cooperative
+
+
+def _gradients_of_experts(rank: int, chip: tuple[int, int], hidden: int, ffn: int) -> list[Events]:
+    """What the driver is asked for by the experts' gradients, with one routing and another."""
+    comm = fc.Communicator.of(channel=f"experts {chip} {hidden} {ffn}")
+    like = {"dtype": torch.bfloat16}
+    found = []
+    with gpu(*chip) as driver:
+        for total, counts in ((300, [0, 300, 0]), (64, [10, 20, 30])):
+            rows = [torch.empty(total, n, **like) for n in (hidden, ffn, 2 * ffn, hidden)]
+            w13, w2 = torch.empty(3, hidden, 2 * ffn, **like), torch.empty(3, ffn, hidden, **like)
+            biases = torch.empty(3, 2 * ffn, **like), torch.empty(3, hidden, **like)
+            own = Experts(w13, w2, *biases, Style("swiglu", "gate_up", True))
+            places: Any = SimpleNamespace(first_E=torch.zeros(3, dtype=torch.int64))
+            places.counts_E = torch.tensor(counts)
+            with launches(comm, "experts", Space("experts", 1, 16, 1), "gradients", GPU) as launch:
+                experts_grads(launch, places, *rows, own, [True] * 4)
+            found.append(list(driver.events))
+            driver.events.clear()
+    comm.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "chip, hidden, ffn, blocks",
+    [(HOPPER, 2880, 1440, (23 * 12, 23 * 6)), (BLACKWELL, 72, 40, (1, 1))],
+    ids=["large", "small"],
+)
+def test_launches_of_experts_gradients(pools, chip, hidden, ffn, blocks):
+    first, again = pools(1).run(_gradients_of_experts, chip, hidden, ffn, timeout_s=280)[0]
+    weights, biases = "grouped_weight_grad_kernel", "grouped_bias_grad_kernel"
+    assert _launched(first) == ["begin", weights, weights, biases, biases, "end"]
+    kinds = [event[0] for event in first]
+    assert kinds == sorted(kinds, reverse=True), "a kernel was loaded behind a launch"
+    grids = [event[2] for event in first if event[0] == "launch"]
+    columns = [-(-2 * ffn // 256), -(-hidden // 256)]
+    assert grids == [1, *(3 * number for number in (*blocks, *columns)), 1]
+    assert again == [event for event in first if event[0] == "launch"]

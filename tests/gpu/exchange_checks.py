@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 import fusedcomm as fc
+from fusedcomm.engines.experts import Experts, Style
+from fusedcomm.engines.triton.experts_grads import experts_grads
+from fusedcomm.engines.triton.launch import launches
+from fusedcomm.protocol import Space
 from tests.gpu.common import DEVICE, captured, comm_of, settle
 
 ALGORITHMS = ("one_shot", "two_shot", "ring")
@@ -124,4 +129,57 @@ def experts(rank: int, world_size: int) -> None:
     comm.close()
 
 
-CHECKS = (collectives, graph_of_collectives, experts)
+def graph_of_expert_gradients(rank: int, world_size: int) -> None:
+    """The gradients of experts' weights and biases, replayed with other rows and other counts.
+
+    Whatever the counts, the launches are the same. NaN in rows of no expert is not read.
+    """
+    comm = comm_of("graph of expert gradients")
+    hidden, ffn, total = (2880, 1440, 1000) if DEVICE == "cuda" else (40, 24, 60)
+    space = Space("expert gradients", 1, 16, 1)
+    rows = [torch.zeros(total, n, device=DEVICE) for n in (hidden, ffn, 2 * ffn, hidden)]
+    rows = [each.bfloat16() for each in rows]
+    dh, a, dz, x = rows
+    spreads = [(0, 0, total), (total, 0, 0), (0, 0, 0), (1, total // 2 + 1, 7), (16, 3, 30)]
+    bounds = torch.zeros(2, len(spreads[0]), dtype=torch.int64, device=DEVICE)
+    places: Any = SimpleNamespace(first_E=bounds[0], counts_E=bounds[1])
+    w13 = dz.new_empty(len(spreads[0]), 2 * ffn, hidden)
+    w2 = dz.new_empty(len(spreads[0]), ffn, hidden).transpose(1, 2)
+    biases = w13.new_empty(w13.shape[:2]), w2.new_empty(w2.shape[:2])
+    own = Experts(w13, w2, *biases, Style("swiglu", "gate_up", False))
+
+    def calls() -> list[torch.Tensor]:
+        with launches(comm, "expert gradients", space, "gradients", x.device) as launch:
+            found = experts_grads(launch, places, *rows, own, [True] * 4)
+        return cast(list[torch.Tensor], found)
+
+    calls()
+    replay, found = captured(calls)
+    for number, counts in enumerate(spreads):
+        first, parts = 0, []
+        for each in rows:
+            each.fill_(float("nan"))
+        for expert, count in enumerate(counts):
+            parts.append(slice(first, first + count))
+            bounds[:, expert] = torch.tensor([first, count])
+            for n, each in enumerate(rows):
+                each[parts[-1]] = whole(10 * number + n, count, each.shape[1], dtype=each.dtype)
+            first += count + 5 if count else 0
+        for result in found:
+            result.fill_(float("nan"))
+        replay()
+        for expert, part in enumerate(parts):
+            right = [
+                dz[part].float().t() @ x[part].float(),
+                dh[part].float().t() @ a[part].float(),
+                dz[part].float().sum(0),
+                dh[part].float().sum(0),
+            ]
+            for name, got, exact in zip(("dw13", "dw2", "db13", "db2"), found, right, strict=True):
+                same = torch.equal(got[expert], exact.bfloat16())
+                assert same, f"{name} of expert {expert}, counts {counts}"
+    settle()
+    comm.close()
+
+
+CHECKS = (collectives, graph_of_collectives, experts, graph_of_expert_gradients)

@@ -50,6 +50,7 @@ def cases(world_size: int) -> list[Case]:
             ("relu2", "gate_up"),
         )
     ]
+    found += [Case(hidden=72, ffn=40, bias=True, options={"align": 4})]  # edges of tiles
     return [replace(case, engine="triton") for case in found]
 
 
