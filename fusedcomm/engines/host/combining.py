@@ -70,7 +70,7 @@ def combine(parts: Sequence[Tensor], targets: Sequence[Tensor], op: str, divisor
             block, (target, *others) = list(parts), targets
         _reduce_block(block, target, scratch, function, divisor)
         for other in others:
-            other.copy_(target)
+            copies.copy(other, target)
 
 
 def _reduce_block(

@@ -7,7 +7,7 @@ there, and everything else goes straight to where the result belongs.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from fusedcomm.programs import all_reduce_programs
 from fusedcomm.programs.all_reduce import Domains
 from fusedcomm.programs.steps import Send
 from fusedcomm.protocol import Call
+from fusedcomm.symmetric import copies
 from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.trace import is_open, span
 
@@ -117,6 +118,7 @@ class Execution:
         self._reduction = reduction
         self._divisor = comm.world_size if reduction == "avg" else 1
         self._resident = resident
+        self._traced = is_open()
         self._call: Call = comm.memory.take(op, space(self._size * self._bytes, comm.world_size))
 
     def run(self, stage: int) -> None:
@@ -139,13 +141,18 @@ class Execution:
         if step.copies and self._resident is None:
             peer, message = step.signals[0]
             target = self._own(step.start, step.stop, message)
-            copy(target, self._range(self._x, step.start, step.stop), self.rank, "for", peer)
+            part = self._range(self._x, step.start, step.stop)
+            if self._traced:
+                copy(target, part, self.rank, "for", peer)
+            else:
+                copies.copy(target, part)
         for peer, message in step.signals:
             self._call.signal(peer, message)
 
     def _take(self, step: _Take) -> None:
+        wait = partial(wait_for, self._call) if self._traced else self._call.wait
         for source, message in step.awaited:
-            wait_for(self._call, source, message)
+            wait(source, message)
         start, stop = step.start, step.stop
         if start == stop:
             return
@@ -156,7 +163,7 @@ class Execution:
         if step.final:
             targets.append(self._range(self._out, start, stop))
         divisor = self._divisor if step.complete else 1
-        if not is_open():
+        if not self._traced:
             combine(parts, targets, self._reduction, divisor)
             return
         kind = "reduce" if len(parts) > 1 else "copy"
