@@ -136,8 +136,10 @@ class Watch:
         Raises:
             MismatchError: they differ.
         """
-        block = self._blocks[peer]
-        first = self._agreed[peer] + 1
+        block, first = self._blocks[peer], self._agreed[peer] + 1
+        if first == self.number and block.agrees(first, self._text):
+            self._agreed[peer] = first
+            return
         if first < self.number:
             for number in range(max(first, self.number - board.BOARDS + 1), self.number):
                 self._compare(block, peer, number, self.own.read(number))

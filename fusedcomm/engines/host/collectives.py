@@ -39,7 +39,6 @@ from fusedcomm.engines.host.exchanging import (
     offer_parts,
     piece_of,
     place,
-    side_by_side,
     wait_for,
 )
 from fusedcomm.engines.host.running import Execution, pieces_of, stages
@@ -190,24 +189,24 @@ def all_to_all(
             out.copy_(x)
             return
         if send_counts is None or recv_counts is None:
-            widest = x.shape[0] // world_size * inner
+            widest = x.shape[0] // world_size
             sends = takes = [widest] * world_size
             begins = [rank * widest] * world_size
         else:
             counts = exchange_counts(comm, send_counts, recv_counts)
             pairs = ((a, b) for a in range(world_size) for b in range(world_size) if a != b)
-            widest = max(counts[a][b] for a, b in pairs) * inner
-            sends = [count * inner for count in counts[rank]]
-            takes = [counts[source][rank] * inner for source in range(world_size)]
-            begins = [sum(counts[source][:rank]) * inner for source in range(world_size)]
-        sent, received = side_by_side(x, sends), side_by_side(out, takes)
-        pieces, region = cut(1, widest, dtype, world_size, resident)
+            widest = max(counts[a][b] for a, b in pairs)
+            sends, takes = counts[rank], [counts[source][rank] for source in range(world_size)]
+            begins = [sum(counts[source][:rank]) for source in range(world_size)]
+        sent, received = x.split_with_sizes(sends), out.split_with_sizes(takes)
+        pieces, region = cut(widest, inner, dtype, world_size, resident)
 
         def offer(call: Call, piece: Piece | None) -> None:
             offer_parts(call, piece, sent, comm.successors, region)
 
         def take(call: Call, piece: Piece | None) -> None:
-            if piece is None or piece.left == 0:  # whole: the pieces are cut for what travels
+            # Whole, once: the pieces are cut for what travels.
+            if piece is None or piece.top == piece.left == 0:
                 copy(received[rank], sent[rank], rank, "from", rank)
             for source in comm.successors:
                 wait_for(call, source)
@@ -216,7 +215,7 @@ def all_to_all(
                     theirs = call.read(source, rank * region, part.shape, dtype)
                 else:
                     tensor, base = resident
-                    base += begins[source] * dtype.itemsize
+                    base += begins[source] * inner * dtype.itemsize
                     theirs = call.read_symmetric(tensor, source, base, part.shape, dtype)
                 copy(part, theirs, rank, "from", source)
 

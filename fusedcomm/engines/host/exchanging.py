@@ -151,11 +151,6 @@ def columns(x: Tensor, bounds: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
     return x.split_with_sizes([stop - start for start, stop in bounds], 1)
 
 
-def side_by_side(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Consecutive parts of a contiguous tensor, each ``[1, size]``."""
-    return x.view(1, -1).split_with_sizes(sizes, 1) if x.numel() else [x.view(1, 0)] * len(sizes)
-
-
 def exchange_counts(
     comm: Communicator, send_counts: Sequence[int], recv_counts: Sequence[int]
 ) -> list[list[int]]:
