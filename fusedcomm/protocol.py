@@ -42,7 +42,7 @@ from fusedcomm import circles
 from fusedcomm.board import FLAG_STRIDE
 from fusedcomm.symmetric.exchange import allocate
 from fusedcomm.symmetric.tensor import SymmetricTensor
-from fusedcomm.waiting import Awaited, Watch, following, reached
+from fusedcomm.waiting import Awaited, Watch, reached
 
 #: Buffer sets of a workspace: one may be written while the readers of the other are still busy.
 SLOTS = 2
@@ -157,8 +157,10 @@ class Workspace:
         )
         self._rank = watch.rank
         self._here = self.segments[watch.rank]
-        #: By slot and peer; worked out when they are first used.
-        self._pairs: list[list[Pair]] = []
+        #: By slot and peer.
+        self.pairs = [
+            [self._pair(slot, peer) for peer in range(world_size)] for slot in range(self.slots)
+        ]
         #: int64 ``[world_size]``: where each rank's memory lies for this rank's kernels.
         self.pointers = torch.tensor(
             [segment.address for segment in self.segments], dtype=torch.int64, device=device
@@ -193,28 +195,18 @@ class Workspace:
     def advance(self, slot: int) -> int:
         """The slot's epoch, advanced for the call that begins. (Kernels do it themselves.)"""
         words, index = self._here.words, slot * _FLAG_WORDS
-        words[index] = epoch = following(words[index])
-        return epoch
+        words[index] = epoch = (words[index] + 0x80000001) % 0x100000000 - 0x80000000
+        return epoch  # ``following``, without a call
 
-    def pairs(self, slot: int) -> list[Pair]:
-        """This rank and each of all ranks in a slot."""
-        if not self._pairs:
-            rank = self._rank
-            self._pairs = [
-                [
-                    Pair(
-                        there,
-                        self.ready_index(slot, rank, 0),
-                        self.consumed_index(slot, rank),
-                        self.ready_index(slot, peer, 0),
-                        self.consumed_index(slot, peer),
-                        self.data_offset(slot, peer),
-                    )
-                    for peer, there in enumerate(self.segments)
-                ]
-                for slot in range(self.slots)
-            ]
-        return self._pairs[slot]
+    def _pair(self, slot: int, peer: int) -> Pair:
+        return Pair(
+            self.segments[peer],
+            self.ready_index(slot, self._rank, 0),
+            self.consumed_index(slot, self._rank),
+            self.ready_index(slot, peer, 0),
+            self.consumed_index(slot, peer),
+            self.data_offset(slot, peer),
+        )
 
     def epoch_index(self, slot: int) -> int:
         return slot * _FLAG_WORDS
@@ -265,7 +257,7 @@ class Call:
         self._slot = slot = workspace.take_slot()
         self._epoch = workspace.advance(slot)
         self._here = workspace.segments[watch.rank]
-        self._pairs = workspace.pairs(slot)
+        self._pairs = workspace.pairs[slot]
         self._compared: set[int] = set()
         if _recorder is not None:
             self._record("begin", self.rank, -1)

@@ -39,7 +39,10 @@ class Memory:
             op: the operation's public name, for messages.
             space: what the call needs; the same on every rank.
         """
-        return Call(self._watch, self.workspace(space), op)
+        found = self.workspaces.get(space.kind)
+        if found is None or not found.fits(space):
+            found = self.workspace(space)
+        return Call(self._watch, found, op)
 
     def workspace(self, space: Space, device: torch.device = _CPU) -> Workspace:
         """Within a call: the workspace of a kind, grown if ``space`` does not fit."""

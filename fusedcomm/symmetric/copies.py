@@ -14,8 +14,11 @@ from torch import Tensor
 LARGE_BYTES = 1 << 18
 
 
-def copy(target: Tensor, source: Tensor) -> None:
-    """``target = source``, of one shape and dtype, that share no memory or are the same."""
+def copy(target: Tensor, source: Tensor, *_: object) -> None:
+    """``target = source``, of one shape and dtype, that share no memory or are the same.
+
+    What else is given is for those that name a copy.
+    """
     if target.nbytes >= LARGE_BYTES and target.is_contiguous() and source.is_contiguous():
         move(target, source)
     else:

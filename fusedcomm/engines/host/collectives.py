@@ -32,14 +32,13 @@ from fusedcomm.engines.host.exchanging import (
     Piece,
     Resident,
     columns,
-    copy,
     cut,
     exchange,
     exchange_counts,
     offer_parts,
     piece_of,
     place,
-    wait_for,
+    steps,
 )
 from fusedcomm.engines.host.running import Execution, pieces_of, stages
 from fusedcomm.planning import collectives as planning
@@ -54,7 +53,7 @@ def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction
     """``out = reduction over ranks of x``, bitwise equal on every rank; both flat."""
     # Peers may still read x there when this rank's result is written.
     resident = None if out.data_ptr() == x.data_ptr() else comm.memory.find_symmetric(x)
-    with comm.collective(plan.text + place(resident)):
+    with comm.collective(plan.text if resident is None else plan.text + place(resident)):
         if comm.world_size == 1:
             out.copy_(x)
             return
@@ -100,10 +99,11 @@ def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: B
     """``out[:, bounds[r]] = x of rank r``."""
     rank, dtype = comm.rank, x.dtype
     resident = comm.memory.find_symmetric(x)
-    with comm.collective(plan.text + place(resident)):
+    with comm.collective(plan.text if resident is None else plan.text + place(resident)):
         if comm.world_size == 1:
             out.copy_(x)
             return
+        copy, wait = steps()
         received = columns(out, bounds)
         pieces, nbytes = cut(x.shape[0], bounds[0][1], dtype, 1, resident)
 
@@ -114,7 +114,7 @@ def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: B
         def take(call: Call, piece: Piece | None) -> None:
             copy(piece_of(received[rank], piece), piece_of(x, piece), rank, "from", rank)
             for source in comm.successors:
-                wait_for(call, source)
+                wait(call, source)
                 part = piece_of(received[source], piece)
                 if resident is None:
                     theirs = call.read(source, 0, part.shape, dtype)
@@ -133,10 +133,11 @@ def reduce_scatter(
     rank, world_size, dtype = comm.rank, comm.world_size, x.dtype
     resident = comm.memory.find_symmetric(x)
     divisor = world_size if reduction == "avg" else 1
-    with comm.collective(plan.text + place(resident)):
+    with comm.collective(plan.text if resident is None else plan.text + place(resident)):
         if world_size == 1:
             out.copy_(x)
             return
+        _, wait = steps()
         parts = columns(x, bounds)
         pieces, region = cut(x.shape[0], bounds[0][1], dtype, world_size, resident)
 
@@ -154,7 +155,7 @@ def reduce_scatter(
 
         def take(call: Call, piece: Piece | None) -> None:
             for source in comm.successors:
-                wait_for(call, source)  # The sum is made in one pass, in the order of ranks.
+                wait(call, source)  # The sum is made in one pass, in the order of ranks.
             target = piece_of(out, piece)
             shape = target.shape
             values = [part_of(call, piece, source, shape) for source in range(world_size)]
@@ -184,7 +185,7 @@ def all_to_all(
     rank, world_size, dtype = comm.rank, comm.world_size, x.dtype
     inner = x.shape[1]
     resident = comm.memory.find_symmetric(x)
-    with comm.collective(plan.text + place(resident)):
+    with comm.collective(plan.text if resident is None else plan.text + place(resident)):
         if world_size == 1:
             out.copy_(x)
             return
@@ -198,6 +199,7 @@ def all_to_all(
             widest = max(counts[a][b] for a, b in pairs)
             sends, takes = counts[rank], [counts[source][rank] for source in range(world_size)]
             begins = [sum(counts[source][:rank]) for source in range(world_size)]
+        copy, wait = steps()
         sent, received = x.split_with_sizes(sends), out.split_with_sizes(takes)
         pieces, region = cut(widest, inner, dtype, world_size, resident)
 
@@ -209,7 +211,7 @@ def all_to_all(
             if piece is None or piece.top == piece.left == 0:
                 copy(received[rank], sent[rank], rank, "from", rank)
             for source in comm.successors:
-                wait_for(call, source)
+                wait(call, source)
                 part = piece_of(received[source], piece)
                 if resident is None:
                     theirs = call.read(source, rank * region, part.shape, dtype)
@@ -231,6 +233,7 @@ def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) 
             out.copy_(x)
         if not peers:
             return
+        copy, wait = steps()
         for start, stop in pieces_of(x.numel(), dtype, planning.SLOT_BYTES):
             shape = (stop - start,)
             call = comm.memory.take(
@@ -241,6 +244,6 @@ def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) 
                 copy(call.write(rank, 0, shape, dtype), x[start:stop], rank, "of", rank)
                 call.signal_all(peers)
             else:
-                wait_for(call, src)
+                wait(call, src)
                 copy(out[start:stop], call.read(src, 0, shape, dtype), rank, "from", src)
             call.consumed_all(peers)

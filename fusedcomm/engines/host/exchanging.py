@@ -117,21 +117,22 @@ def exchange(
         before[0].await_done(peers)
 
 
-def wait_for(call: Call, source: int, message: int = 0) -> None:
-    """Wait for what a peer offers; seen in traces."""
-    if not is_open():  # naming a span costs as much as a flag that is up
-        call.wait(source, message)
-        return
+def steps() -> tuple[Callable[..., None], Callable[..., None]]:
+    """``copy(target, source, rank, what, peer)`` and ``wait(call, source, message)``.
+
+    They are seen in a trace if one is open; to name them takes as long as a small copy.
+    """
+    return (_named_copy, named_wait) if is_open() else (copies.copy, Call.wait)
+
+
+def named_wait(call: Call, source: int, message: int = 0) -> None:
+    """Wait for what a peer offers."""
     flag = call.flag(source, message)
     with span("wait", f"wait for rank {source}", rank=call.rank, awaits=flag):
         call.wait(source, message)
 
 
-def copy(target: Tensor, source: Tensor, rank: int, what: str, peer: int) -> None:
-    """``target = source``; seen in traces as "copy ``what`` rank ``peer``"."""
-    if not is_open():
-        copies.copy(target, source)
-        return
+def _named_copy(target: Tensor, source: Tensor, rank: int, what: str, peer: int) -> None:
     with span("copy", f"copy {what} rank {peer}", rank=rank):
         copies.copy(target, source)
 
@@ -140,9 +141,9 @@ def offer_parts(
     call: Call, piece: Piece | None, parts: Sequence[Tensor], peers: Sequence[int], region: int
 ) -> None:
     """Copy each peer's part into this rank's slot, ``region`` bytes apart."""
-    rank = call.rank
+    rank, (copy, _) = call.rank, steps()
     for peer in peers:
-        part = piece_of(parts[peer], piece)
+        part = parts[peer] if piece is None else piece_of(parts[peer], piece)
         copy(call.write(rank, peer * region, part.shape, part.dtype), part, rank, "for", peer)
 
 
@@ -168,7 +169,7 @@ def exchange_counts(
     call.signal_all(peers)
     counts: list[list[int]] = [[*send_counts, *recv_counts]] * world_size
     for source in peers:
-        wait_for(call, source)
+        call.wait(source)
         counts[source] = call.read(source, 0, shape, torch.int64).tolist()
     call.consumed_all(peers)
     return check_all_counts(counts)

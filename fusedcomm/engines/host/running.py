@@ -7,7 +7,7 @@ there, and everything else goes straight to where the result belongs.
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,13 +15,12 @@ from torch import Tensor
 
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines.host.combining import combine
-from fusedcomm.engines.host.exchanging import copy, wait_for
+from fusedcomm.engines.host.exchanging import steps
 from fusedcomm.planning.collectives import space
 from fusedcomm.programs import all_reduce_programs
 from fusedcomm.programs.all_reduce import Domains
 from fusedcomm.programs.steps import Send
 from fusedcomm.protocol import Call
-from fusedcomm.symmetric import copies
 from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.trace import is_open, span
 
@@ -118,7 +117,7 @@ class Execution:
         self._reduction = reduction
         self._divisor = comm.world_size if reduction == "avg" else 1
         self._resident = resident
-        self._traced = is_open()
+        self._copy, self._wait = steps()
         self._call: Call = comm.memory.take(op, space(self._size * self._bytes, comm.world_size))
 
     def run(self, stage: int) -> None:
@@ -142,17 +141,13 @@ class Execution:
             peer, message = step.signals[0]
             target = self._own(step.start, step.stop, message)
             part = self._range(self._x, step.start, step.stop)
-            if self._traced:
-                copy(target, part, self.rank, "for", peer)
-            else:
-                copies.copy(target, part)
+            self._copy(target, part, self.rank, "for", peer)
         for peer, message in step.signals:
             self._call.signal(peer, message)
 
     def _take(self, step: _Take) -> None:
-        wait = partial(wait_for, self._call) if self._traced else self._call.wait
         for source, message in step.awaited:
-            wait(source, message)
+            self._wait(self._call, source, message)
         start, stop = step.start, step.stop
         if start == stop:
             return
@@ -163,7 +158,7 @@ class Execution:
         if step.final:
             targets.append(self._range(self._out, start, stop))
         divisor = self._divisor if step.complete else 1
-        if not self._traced:
+        if not is_open():
             combine(parts, targets, self._reduction, divisor)
             return
         kind = "reduce" if len(parts) > 1 else "copy"
