@@ -2,7 +2,7 @@
 
 Where there is no GPU, those that need no stream and no timer run on CPU ranks in Triton's
 interpreter (``tests/interpreter/test_gpu_checks.py``), so that they are right when they first meet
-one; a graph is then its calls, made again.
+one; a graph is then a recording of its calls, see ``recorded``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import fusedcomm as fc
 from fusedcomm.ops.library import tensor_parallel as library
-from tests.gpu import exchange_checks
+from tests.gpu import exchange_checks, expert_checks
 from tests.gpu.common import DEVICE, captured, comm_of, settle
 from tests.gpu.running import Check
 from tests.ranks.cases import OPS, Case
@@ -155,7 +155,7 @@ def _replays(rank: int, world_size: int, layers: int) -> None:
     comm = comm_of("graph")
     model = Model(comm, 40, rank, world_size)
     model.eager(0, layers)  # compiles, and allocates
-    replay, found = captured(lambda: model.calls(layers))
+    replay, found = captured(comm, lambda: model.calls(layers))
     larger = Model(comm, 100, rank, world_size)
     for number in range(1, REPLAYS + 1):
         model.x.copy_(model.data(number)[rank])
@@ -180,7 +180,7 @@ def graph_of_one_call(rank: int, world_size: int) -> None:
     comm = comm_of("one call")
     model = Model(comm, 40, rank, world_size)
     model.eager(0)
-    replay, (h,) = captured(lambda: [model.gather()])
+    replay, (h,) = captured(comm, lambda: [model.gather()])
     for number in range(1, REPLAYS + 1):
         model.x.copy_(model.data(number)[rank])
         replay()
@@ -361,6 +361,7 @@ CHECKS: dict[str, Check] = {
         graph_of_three_layers,
         growth_during_capture,
         *exchange_checks.CHECKS,
+        *expert_checks.CHECKS,
         float32,
         float16,
         pieces,

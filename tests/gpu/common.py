@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 import fusedcomm as fc
+from tests.gpu.recorded import record
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: Seconds after which a wait that should end is given up.
@@ -19,21 +20,18 @@ def settle() -> None:
 
 
 def captured(
-    calls: Callable[[], list[torch.Tensor]],
+    comm: fc.Communicator, calls: Callable[[], list[torch.Tensor]]
 ) -> tuple[Callable[[], None], list[torch.Tensor]]:
-    """Capture ``calls`` in a graph: what replays it, and the results that a replay writes anew."""
+    """Capture ``calls`` in a graph: what replays it, and the results that a replay writes anew.
+
+    On CPU ranks the calls are recorded and made again by a stand-in; see ``recorded``.
+    """
     if DEVICE == "cuda":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = calls()
         return graph.replay, found
-    results = calls()
-
-    def again() -> None:
-        for result, value in zip(results, calls(), strict=True):
-            result.copy_(value)
-
-    return again, results
+    return record(comm, calls)
 
 
 def comm_of(channel: str = "", timeout_s: float = LIMIT_S) -> fc.Communicator:

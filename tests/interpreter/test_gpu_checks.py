@@ -7,7 +7,7 @@ import torch
 
 from fusedcomm.testing import RankError
 from fusedcomm.testing.races.recording import replaced
-from tests.gpu import checks
+from tests.gpu import checks, expert_checks
 
 NEEDS_A_GPU = {"auto_takes_triton", "growth_during_capture", "two_streams", "timeout_record"}
 #: The matrix of every dtype runs in test_tensor_parallel.py as well.
@@ -15,7 +15,7 @@ LONG = {"float16", "float32", "pieces", "copy_engine"}
 
 
 def _few_rounds(rank: int, world_size: int, name: str) -> None:
-    with replaced(checks, ROUNDS=5, REPLAYS=4):
+    with replaced(checks, ROUNDS=5, REPLAYS=4), replaced(expert_checks, REPLAYS=4):
         checks.CHECKS[name](rank, world_size)
 
 
@@ -44,3 +44,10 @@ def test_a_check_passes(pools, name):
 def test_a_check_fails(pools, name):
     with pytest.raises(RankError, match="differ|are wrong"):
         pools(2, TRITON_INTERPRET="1").run(_wrong_result, 2, name, timeout_s=150)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU, in tests/gpu")
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("name", ["graph_of_experts", "graph_of_dropping"])
+def test_graphs_of_experts_on_other_numbers_of_ranks(pools, name, world_size):
+    pools(world_size, TRITON_INTERPRET="1").run(_few_rounds, world_size, name, timeout_s=150)

@@ -174,8 +174,10 @@ def _space_of(kind: Any, rows: int, routed: Routed, hidden: int, like: Tensor) -
 
 
 def _text(plan: Plan, routed: Routed, x: Tensor) -> str:
-    """What must be equal on every rank; on CPUs, where it can be looked at, the table as well."""
-    return f"{plan.text}, {table_text(routed.layout)}" if x.device.type == "cpu" else plan.text
+    """What must be equal on every rank; the table as well, where anybody may look at it."""
+    if routed.terms.capacity is not None or x.device.type != "cpu":
+        return plan.text
+    return f"{plan.text}, {table_text(routed.layout)}"
 
 
 def _push(

@@ -162,7 +162,7 @@ def _exchange(
             record = _own_record(launch)
             routed = Routed(terms, comm.rank, size, table, order, slot)
             found = Places(launch, routed, record)
-    if record is not None and record.device.type == "cpu" and record[0]:
+    if record is not None and device.type == "cpu" and not is_capturing() and record[0]:
         _, _, reader, _, capacity, rows, *_ = record.tolist()
         raise CapacityError.at(reader, rows, capacity)
     return table, found
