@@ -18,7 +18,7 @@ from typing import Any
 
 from train_lm import Settings, train
 
-from fusedcomm.cli.launch import launch
+from fusedcomm.ranks import launch
 
 
 def differences(found: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:

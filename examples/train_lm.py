@@ -242,7 +242,7 @@ def main() -> None:
             found = train(rank, display.show if display else lambda _: None, settings)
             dist.destroy_process_group()
         else:
-            from fusedcomm.cli.launch import launch
+            from fusedcomm.ranks import launch
 
             display = Display(settings)
             shown = display.show

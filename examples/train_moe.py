@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedcomm as fc
-from fusedcomm.cli.launch import launch
+from fusedcomm.ranks import launch
 
 ROOT = Path(__file__).parents[1]
 BYTES = 256

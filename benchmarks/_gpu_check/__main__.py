@@ -129,7 +129,7 @@ def _check(report: dict[str, Any], world_size: int, devices: int, limit_s: float
 
 def _measure(report: dict[str, Any], limit_s: float) -> list[str]:
     from fusedcomm.benchmarks._gpu_check.measure import measure
-    from fusedcomm.cli.launch import RankFailedError, launch
+    from fusedcomm.ranks import RankError, launch
 
     problems: list[str] = []
 
@@ -146,7 +146,7 @@ def _measure(report: dict[str, Any], limit_s: float) -> list[str]:
 
     try:
         launch(measure, 1, on_event=note, threads=4, timeout_s=max(limit_s, 1.0))
-    except (RankFailedError, TimeoutError) as error:
+    except RankError as error:
         problems.append(f"measuring: {error}")
         print(f"  measuring: {error}", flush=True)
     return problems

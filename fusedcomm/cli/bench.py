@@ -28,8 +28,8 @@ from fusedcomm.benchmarks.harness import machine as machines
 from fusedcomm.benchmarks.harness.measure import merge, run_rank
 from fusedcomm.benchmarks.harness.stats import median, quartiles
 from fusedcomm.cli import show
-from fusedcomm.cli.launch import RankFailedError, launch
 from fusedcomm.planning import ENGINES
+from fusedcomm.ranks import RankError, launch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -166,7 +166,7 @@ def run_benchmark(
             measured = launch(
                 run_rank, options.ranks, module_name, options, chosen, on_event=on_event, pin=True
             )
-        except RankFailedError as failure:
+        except RankError as failure:
             print(failure, file=sys.stderr)
             return 1
     results = merge(cases, measured)

@@ -19,7 +19,7 @@ import fusedcomm as fc
 from fusedcomm.benchmarks.harness import machine as machines
 from fusedcomm.benchmarks.harness.stats import median
 from fusedcomm.cli import show
-from fusedcomm.cli.launch import RankFailedError, launch
+from fusedcomm.ranks import RankError, launch
 from fusedcomm.topology import Link, calibration
 from fusedcomm.topology.links import SHARED_MEMORY, TCP
 
@@ -62,7 +62,7 @@ def run(ranks: int, quick: bool) -> int:
 
         try:
             shared, tcp = launch(measure, ranks, quick, on_event=on_event, pin=True)[0]
-        except RankFailedError as failure:
+        except RankError as failure:
             print(failure)
             return 1
     links = {SHARED_MEMORY.kind: fit(SHARED_MEMORY.kind, shared), TCP.kind: fit(TCP.kind, tcp)}

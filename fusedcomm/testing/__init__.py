@@ -6,8 +6,7 @@ one rank at a point of the protocol, ``disturb`` does anything else to it there.
 
 from __future__ import annotations
 
+from fusedcomm.ranks import Outcome, RankError, RankPool, run_ranks
 from fusedcomm.testing.disturb import disturb, straggler
-from fusedcomm.testing.outcomes import Outcome, RankError
-from fusedcomm.testing.ranks import RankPool, run_ranks
 
 __all__ = ["Outcome", "RankError", "RankPool", "disturb", "run_ranks", "straggler"]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm as fc
-from fusedcomm.cli.launch import Emit, RankFailedError, launch
+from fusedcomm.ranks import Emit, RankError, launch
 from fusedcomm.symmetric.devices import LEAST_CAPABILITY, OVERLAPPING
 
 Check = Callable[[int, int], None]
@@ -82,7 +82,7 @@ def run(
         launch(
             _work, world_size, dict(checks), devices, on_event=note, threads=4, timeout_s=timeout_s
         )
-    except (RankFailedError, TimeoutError) as error:
+    except RankError as error:
         problem = f"{type(error).__name__}: {error}"
     finally:
         for name, value in before.items():

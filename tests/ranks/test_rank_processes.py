@@ -109,6 +109,18 @@ def test_a_lost_launcher_takes_the_ranks_and_is_reported(program: subprocess.Pop
     wait_until_gone(pids)
 
 
+def test_what_forks_the_ranks_asks_for_no_gpu() -> None:
+    """A child of a process that has asked for one cannot use it."""
+    program = (
+        "import torch\n"
+        "def touched(*_): raise AssertionError('a GPU was asked for')\n"
+        "torch._C._cuda_getDeviceCount = torch._C._cuda_getCurrentRawStream = touched\n"
+        "torch.cuda._lazy_init, torch.cuda._is_compiled = touched, lambda: True\n"
+        "import fusedcomm.ranks.launcher_main\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 def test_an_unguarded_program_is_told_so(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(MAIN.replace("GUARD", "if True:"))

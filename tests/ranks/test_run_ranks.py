@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm as fc
+from fusedcomm.ranks.outcomes import RemoteError
 from fusedcomm.testing import RankError, RankPool, run_ranks, straggler
-from fusedcomm.testing.outcomes import RemoteError
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +289,7 @@ def test_a_stopped_rank_is_reported_and_removed(pool: RankPool) -> None:
 def test_a_failure_shortens_the_wait_for_the_others(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fusedcomm.testing.ranks._SETTLE_S", 0.2)
+    monkeypatch.setattr("fusedcomm.ranks.pool._SETTLE_S", 0.2)
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
         pool.run(raise_while_others_sleep, timeout_s=60)

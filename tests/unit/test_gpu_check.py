@@ -41,7 +41,7 @@ TIMES = {"cuBLAS": 100.0, "plain": 110.0, "waiting": 115.0, "signalling": 125.0}
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[Any, ...]]]:
     """Stand-ins for all that needs a GPU; given a check that fails, what is run is noted."""
-    from fusedcomm.cli import launch
+    import fusedcomm.ranks
     from tests.gpu import running
 
     ran: list[tuple[Any, ...]] = []
@@ -58,7 +58,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[Any,
             on_event(0, ("calls", {"begin": 1.0, "end": 2.0}))
 
         monkeypatch.setattr(running, "run", run)
-        monkeypatch.setattr(launch, "launch", measure)
+        monkeypatch.setattr(fusedcomm.ranks, "launch", measure)
         return ran
 
     monkeypatch.setattr(command, "_lacking", lambda: None)

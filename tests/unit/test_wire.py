@@ -8,7 +8,7 @@ import socket
 import pytest
 import torch
 
-from fusedcomm.testing.wire import Channel, dumps
+from fusedcomm.ranks.wire import Channel, dumps
 
 
 @pytest.mark.parametrize(

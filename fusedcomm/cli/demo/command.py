@@ -23,8 +23,8 @@ from fusedcomm.cli.demo.reference import (
 from fusedcomm.cli.demo.report import Report
 from fusedcomm.cli.demo.sharding import legal_ranks
 from fusedcomm.cli.demo.worker import Job, work
-from fusedcomm.cli.launch import RankFailedError, launch
 from fusedcomm.planning import ENGINES
+from fusedcomm.ranks import RankError, launch
 
 PROMPT = "What is a tensor? Answer in two sentences."
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, MissingModelError) as error:
         report.error(str(error))
         return 2
-    except RankFailedError as error:
+    except RankError as error:
         report.error(str(error))
         return 1
     except KeyboardInterrupt:

@@ -25,7 +25,7 @@ from fusedcomm.cli.demo.llama import (
     TokenShards,
     Unsharded,
 )
-from fusedcomm.cli.launch import Emit
+from fusedcomm.ranks import Emit
 from fusedcomm.schedule import shard_bounds
 
 SERIAL, OVERLAPPED, GEMM = "serial", "overlapped", "GEMM alone"

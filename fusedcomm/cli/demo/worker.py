@@ -14,7 +14,7 @@ import fusedcomm as fc
 from fusedcomm.cli.demo.llama import Llama, LlamaConfig, Replicated, TokenShards
 from fusedcomm.cli.demo.sharding import shard
 from fusedcomm.cli.demo.timing import Timing, time_projections
-from fusedcomm.cli.launch import Emit
+from fusedcomm.ranks import Emit
 from fusedcomm.schedule import shard_bounds
 from fusedcomm.trace import Trace
 

@@ -9,7 +9,7 @@ import torch
 
 import fusedcomm as fc
 from fusedcomm.cli.doctor.findings import Finding
-from fusedcomm.cli.launch import RankFailedError, launch
+from fusedcomm.ranks import RankError, launch
 
 _SECTION = "ranks"
 _LIMIT_S = 120.0
@@ -20,14 +20,14 @@ def examine() -> list[Finding]:
     start = time.monotonic()
     try:
         said = launch(work, 2, timeout_s=_LIMIT_S)[0]
-    except (RankFailedError, TimeoutError, OSError) as error:
-        lines = str(error).strip().splitlines()
+    except (RuntimeError, OSError) as error:
+        why = error.first.summary if isinstance(error, RankError) else str(error)
         return [
             Finding(
                 _SECTION,
                 "two ranks",
-                f"failed: {lines[-1]}",
-                advice="\n".join(lines[-12:]),
+                f"failed: {why}",
+                advice="\n".join(str(error).strip().splitlines()[-12:]),
                 broken=True,
             )
         ]

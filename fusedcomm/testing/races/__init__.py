@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fusedcomm.ranks.pool import RankPool
 from fusedcomm.testing.races.checking import Race, check
 from fusedcomm.testing.races.events import Event, Launch, Recording
 from fusedcomm.testing.races.recording import record
-from fusedcomm.testing.ranks import RankPool
 
 __all__ = ["Event", "Launch", "Race", "Recording", "check", "find", "record"]
 

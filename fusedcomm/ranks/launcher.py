@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ _KILL_S = 20.0  # for the kernel to end killed processes
 # What the new interpreter runs: it must find fusedcomm where this one did.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from fusedcomm.testing.launcher_main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from fusedcomm.ranks.launcher_main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 
@@ -40,14 +41,19 @@ class Launcher:
     def __init__(self, env: Mapping[str, str]) -> None:
         """Starts it with exactly this environment, and waits until it is ready."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+        arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+        # It inherits the blocked signal: Ctrl-C must not interrupt it before it can ignore that.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, *arguments],
                 pass_fds=[theirs.fileno()],
                 env=env,
                 stdin=subprocess.DEVNULL,
             )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            theirs.close()
         try:
             self._receive(_START_S)
         except BaseException:
@@ -58,9 +64,10 @@ class Launcher:
         """Readable when ``ended`` has something to return, or to raise."""
         return self._control.fileno()
 
-    def fork(self, world_size: int, descriptors: Sequence[int]) -> None:
+    def fork(self, world_size: int, descriptors: Sequence[int], *, threads: int, pin: bool) -> None:
         """Starts ranks: of ``descriptors``, all get the first one, and rank r two of its own."""
-        self._send({"do": "fork", "world_size": world_size}, descriptors)
+        message = {"do": "fork", "world_size": world_size, "threads": threads, "pin": pin}
+        self._send(message, descriptors)
 
     def signal(self, rank: int, number: int) -> None:
         """Sends a signal to a rank, if it lives."""

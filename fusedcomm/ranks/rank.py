@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.testing.outcomes import Outcome, RemoteError
-from fusedcomm.testing.request import Request
-from fusedcomm.testing.wire import Channel, dumps
+from fusedcomm.ranks.outcomes import Outcome, RemoteError
+from fusedcomm.ranks.request import Event, Request
+from fusedcomm.ranks.wire import Channel, dumps
 
 #: On this signal a rank writes the stacks of all its threads into its stacks file.
 STACKS_SIGNAL = signal.SIGUSR1
@@ -38,14 +38,19 @@ def bind_to_parent(pid: int) -> None:
         os._exit(1)  # it died before the call above
 
 
-def serve(rank: int, world_size: int, store: int, channel: int, stacks: int) -> int:
+def serve(
+    rank: int, world_size: int, store: int, channel: int, stacks: int, threads: int, pin: bool
+) -> int:
     """Carries out the pool's requests until it goes away; returns the process's exit code.
 
     ``store``, ``channel`` and ``stacks`` are descriptors: an empty file for the group's store, a
-    socket to the pool, and a file for this rank's stacks.
+    socket to the pool, and a file for this rank's stacks. ``threads`` and ``pin`` as in the pool.
     """
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-    torch.set_num_threads(1)
+    if pin:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(threads)
 
     def join() -> None:
         # All ranks inherited this descriptor under this number. A store in a file without a name
@@ -54,12 +59,16 @@ def serve(rank: int, world_size: int, store: int, channel: int, stacks: int) -> 
         dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size)
 
     pool = Channel(socket.socket(fileno=channel))
+
+    def emit(value: Any) -> None:
+        pool.send(dumps(Event(value)))
+
     try:
         pool.send(_outcome(rank, join))
         while True:
             request: Request = pickle.loads(pool.receive())
             torch.manual_seed(0)  # a test's data must not depend on which tests ran before it
-            pool.send(_outcome(rank, partial(request.carry_out, rank)))
+            pool.send(_outcome(rank, partial(request.carry_out, rank, emit)))
     except SystemExit as leaving:
         return _exit_code(leaving)
     except (EOFError, ConnectionError):

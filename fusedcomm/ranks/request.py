@@ -11,7 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fusedcomm.testing.wire import dumps
+from fusedcomm.ranks.wire import dumps
+
+#: Sends a value to ``on_event`` of the process that made the call.
+Emit = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A value that a rank sent before its call ended."""
+
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -19,16 +29,18 @@ class Request:
     """A call, as it is sent to a rank.
 
     call        (function, arguments), pickled
+    emitting    whether the function also takes what sends values to the caller meanwhile
     path        the sender's ``sys.path``: what is importable there is importable on the rank
     main        the sender's main program, if ``call`` needs it: ("path" or "module", its name)
     """
 
     call: bytes
+    emitting: bool
     path: list[str]
     main: tuple[str, str] | None
 
     @classmethod
-    def of(cls, fn: Callable[..., Any], args: tuple[Any, ...]) -> Request:
+    def of(cls, fn: Callable[..., Any], args: tuple[Any, ...], emitting: bool) -> Request:
         """Raises ``ValueError`` if ``fn`` has no name to be found by, or an argument no pickle."""
         try:
             call = dumps((fn, args))
@@ -36,15 +48,15 @@ class Request:
             raise ValueError(
                 f"fn must be importable by name and its arguments picklable, got {fn!r}: {error}"
             ) from error
-        return cls(call, sys.path, _main_program() if b"__main__" in call else None)
+        return cls(call, emitting, sys.path, _main_program() if b"__main__" in call else None)
 
-    def carry_out(self, rank: int) -> Any:
-        """Calls ``fn(rank, *args)`` in this process."""
+    def carry_out(self, rank: int, emit: Emit) -> Any:
+        """Calls ``fn(rank, *args)`` or ``fn(rank, emit, *args)`` in this process."""
         sys.path[:] = self.path
         if self.main is not None:
             _adopt_main(*self.main)
         fn, args = pickle.loads(self.call)
-        return fn(rank, *args)
+        return fn(rank, emit, *args) if self.emitting else fn(rank, *args)
 
 
 def _main_program() -> tuple[str, str]:

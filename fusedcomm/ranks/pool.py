@@ -6,8 +6,6 @@
     with RankPool(3) as pool:
         assert pool.run(double, [1, 2, 3]) == [2, 4, 6]
 
-    run_ranks(double, 3, [1, 2, 3])      # the same for a single call
-
 A rank is a process with a gloo process group as its default group. What its function prints goes
 where this process's output went when the pool was made.
 
@@ -34,11 +32,14 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any
 
-from fusedcomm.testing.launcher import Ended, Launcher
-from fusedcomm.testing.outcomes import Outcome, RankError, failures
-from fusedcomm.testing.rank import STACKS_SIGNAL
-from fusedcomm.testing.request import Request, adopting_main
-from fusedcomm.testing.wire import Channel
+from fusedcomm.ranks.launcher import Ended, Launcher
+from fusedcomm.ranks.outcomes import Outcome, RankError, failures
+from fusedcomm.ranks.rank import STACKS_SIGNAL
+from fusedcomm.ranks.request import Request, adopting_main
+from fusedcomm.ranks.wire import Channel
+
+#: What is told of the values that ranks send: the rank, the value.
+OnEvent = Callable[[int, Any], None]
 
 _JOIN_S = 60.0  # for new ranks to form their group
 _SETTLE_S = 5.0  # in run(), after the first failure: for the other ranks to say what they saw
@@ -49,22 +50,6 @@ _STACKS_S = 1.0  # for a rank to write its stacks
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def run_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout_s: float = 60.0,
-    env: Mapping[str, str] | None = None,
-) -> list[Any]:
-    """Calls ``fn(rank, *args)`` on ``world_size`` new ranks; returns the results by rank.
-
-    See ``RankPool`` for ``env``, and ``RankPool.run`` for the rest. The limit does not include the
-    start of the ranks.
-    """
-    with RankPool(world_size, env=env) as pool:
-        return pool.run(fn, *args, timeout_s=timeout_s)
-
-
 class RankPool:
     """Ranks that are started once and reused. Not for use from several threads.
 
@@ -73,13 +58,22 @@ class RankPool:
     pool as long as importing torch.
     """
 
-    def __init__(self, world_size: int, *, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        env: Mapping[str, str] | None = None,
+        threads: int = 1,
+        pin: bool = False,
+    ) -> None:
         """Starts the ranks and waits until they have joined their group.
 
         Args:
             world_size: how many ranks, 1 to 100.
             env: environment variables of the ranks, on top of this process's; they are set before
                 anything is imported.
+            threads: torch's threads in each rank.
+            pin: bind rank r to the r-th core that this process may use, wrapping around.
         """
         if not 1 <= world_size <= 100:
             raise ValueError(f"world_size must be 1 to 100, got {world_size}")
@@ -88,6 +82,7 @@ class RankPool:
                 "ranks import the main program: guard it, if __name__ == '__main__':"
             )
         self.world_size = world_size
+        self._threads, self._pin = threads, pin
         self.broken: str | None = None  # why, once it is
         self._channels: list[Channel] = []
         self._stacks: list[int] = []  # a descriptor for each rank
@@ -100,20 +95,29 @@ class RankPool:
             self.close()
             raise
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 60.0,
+        on_event: OnEvent | None = None,
+    ) -> list[Any]:
         """Calls ``fn(rank, *args)`` on every rank; returns the results by rank.
 
         Args:
             fn: importable by name; its arguments and results can be pickled. Tensors travel by
                 value, through CPU memory. torch's generator has the same seed at every call, on
                 every rank.
-            timeout_s: seconds for the whole call.
+            timeout_s: seconds for the whole call; ``math.inf`` for no limit.
+            on_event: if given, ranks call ``fn(rank, emit, *args)`` instead, and for every
+                ``emit(value)`` there ``on_event(rank, value)`` is called here, in order for each
+                rank.
 
         Raises:
             RankError: a rank raised, died, or did not finish in time. Once a rank has failed, the
                 others have 5 seconds to finish.
         """
-        outcomes = self._call(fn, args, timeout_s, settle_s=_SETTLE_S)
+        outcomes = self._call(fn, args, timeout_s, _SETTLE_S, on_event)
         if failures(outcomes):
             raise RankError(_name(fn), outcomes)
         return [outcome.value for outcome in outcomes]
@@ -125,7 +129,7 @@ class RankPool:
 
         For tests of faults: a rank that dies or raises does not shorten the others' time.
         """
-        return self._call(fn, args, timeout_s, settle_s=timeout_s)
+        return self._call(fn, args, timeout_s, timeout_s)
 
     def restart(self) -> None:
         """Puts new ranks in the place of the old ones, which are killed if they still live."""
@@ -175,7 +179,7 @@ class RankPool:
                 self._channels.append(Channel(ours))
                 self._stacks.append(os.memfd_create("stacks"))
                 descriptors += [theirs.fileno(), self._stacks[-1]]
-            self._launcher.fork(self.world_size, descriptors)
+            self._launcher.fork(self.world_size, descriptors, threads=self._threads, pin=self._pin)
         outcomes = self._gather(_JOIN_S, settle_s=_SETTLE_S)
         if failures(outcomes):
             raise RankError("joining the process group", outcomes)
@@ -202,18 +206,23 @@ class RankPool:
     # Calls
 
     def _call(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, settle_s: float
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout_s: float,
+        settle_s: float,
+        on_event: OnEvent | None = None,
     ) -> list[Outcome]:
         if self.closed:
             raise RuntimeError("this pool is closed")
         if self.broken is not None:
             raise RuntimeError(f"this pool is broken, restart() it first: {self.broken}")
-        request = pickle.dumps(Request.of(fn, args))
+        request = pickle.dumps(Request.of(fn, args, on_event is not None))
         try:
             for channel in self._channels:
                 with suppress(ConnectionError):  # that rank has died: _gather finds out
                     channel.send(request)
-            outcomes = self._gather(timeout_s, settle_s)
+            outcomes = self._gather(timeout_s, settle_s, on_event)
             if failed := failures(outcomes):
                 self.broken = f"in {_name(fn)}, rank {failed[0].rank} {failed[0].summary}"
                 self._end_ranks()
@@ -222,21 +231,31 @@ class RankPool:
             raise
         return outcomes
 
-    def _gather(self, timeout_s: float, settle_s: float) -> list[Outcome]:
+    def _gather(
+        self, timeout_s: float, settle_s: float, on_event: OnEvent | None = None
+    ) -> list[Outcome]:
         """How every rank ended its current call, within ``settle_s`` of the first failure."""
         limit = time.monotonic() + timeout_s
         outcomes: dict[int, Outcome] = {}
         talking = dict(enumerate(self._channels))  # ranks whose answer may still come
         while len(outcomes) < self.world_size and (left := limit - time.monotonic()) > 0:
             sources: list[Any] = [self._launcher, *talking.values()]
-            ready, _, _ = select.select(sources, [], [], left)
+            ready, _, _ = select.select(sources, [], [], None if left == math.inf else left)
             if self._launcher in ready:
                 self._note_end()
             for rank, channel in list(talking.items()):
-                if channel in ready:
+                if channel not in ready:
+                    continue
+                try:
+                    message = pickle.loads(channel.receive())
+                except EOFError:  # it died: the launcher will tell how
                     del talking[rank]
-                    with suppress(EOFError):  # it died: the launcher will tell how
-                        outcomes[rank] = pickle.loads(channel.receive())
+                    continue
+                if isinstance(message, Outcome):
+                    del talking[rank]
+                    outcomes[rank] = message
+                elif on_event is not None:
+                    on_event(rank, message.value)
             for rank, end in self._ended.items():
                 # All that it said before it ended lies in the channel, and is read first.
                 if rank not in outcomes and not (rank in talking and talking[rank].readable()):

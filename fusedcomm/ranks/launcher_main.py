@@ -17,7 +17,8 @@ sends to everyone: Ctrl-C is the pool's to handle.
 
 Messages on the control socket are JSON objects, one a packet. To the launcher::
 
-    {"do": "fork", "world_size": W}   with 1 + 2 W descriptors: the store's file, then for each rank
+    {"do": "fork", "world_size": W, "threads": t, "pin": p}
+                                      with 1 + 2 W descriptors: the store's file, then for each rank
                                       its channel and the file for its stacks
     {"do": "signal", "rank": r, "number": n}
     {"do": "kill"}                    all ranks
@@ -42,13 +43,14 @@ from typing import Any
 # Seconds of import that the first custom op would cost every rank anew.
 import torch._dynamo  # noqa: F401
 
-from fusedcomm.testing.launcher import DESCRIPTORS, PACKET
-from fusedcomm.testing.rank import bind_to_parent, serve
+from fusedcomm.ranks.launcher import DESCRIPTORS, PACKET
+from fusedcomm.ranks.rank import bind_to_parent, serve
 
 
 def main(control_descriptor: int, pool_pid: int) -> None:
     """The launcher's whole life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see Launcher
     pool = os.pidfd_open(pool_pid)
     if os.getppid() != pool_pid:
         return  # it died before we could watch it
@@ -88,7 +90,8 @@ class _Launcher:
             for rank in range(message["world_size"]):
                 # Closed at once, so that no other rank holds a channel open that this one leaves.
                 channel, stacks = pairs[2 * rank : 2 * rank + 2]
-                self._fork(rank, message["world_size"], store, channel, stacks)
+                settings = message["threads"], message["pin"]
+                self._fork(rank, message["world_size"], store, channel, stacks, *settings)
                 os.close(channel)
                 os.close(stacks)
             os.close(store)
@@ -99,7 +102,16 @@ class _Launcher:
         elif message["do"] == "kill":
             self._kill()
 
-    def _fork(self, rank: int, world_size: int, store: int, channel: int, stacks: int) -> None:
+    def _fork(
+        self,
+        rank: int,
+        world_size: int,
+        store: int,
+        channel: int,
+        stacks: int,
+        threads: int,
+        pin: bool,
+    ) -> None:
         launcher_pid = os.getpid()
         pid = os.fork()
         if pid != 0:
@@ -111,7 +123,7 @@ class _Launcher:
             self._control.close()
             for descriptor in (self._pool, *self._ranks):
                 os.close(descriptor)
-            code = serve(rank, world_size, store, channel, stacks)
+            code = serve(rank, world_size, store, channel, stacks, threads, pin)
         except BaseException:
             traceback.print_exc()
         finally:
