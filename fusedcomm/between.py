@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,11 @@ _DESCRIPTION = 512
 _LOOK_S = 0.5
 
 
-#: The connections of this process, by the group's name, the channel and the domains: the group, how
-#: many were made before, after errors, and the present one. They outlive their communicators, as
-#: the groups that users make do.
-_made: dict[
-    tuple[str, str, tuple[tuple[int, ...], ...]], tuple[dist.ProcessGroup, int, Between]
-] = {}
+#: The connections of this process, by group, channel and domains: how many were made before, after
+#: errors, and the present one. They outlive their communicators, and end with their groups.
+_made: WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[int, Between]]
+] = WeakKeyDictionary()
 
 
 def connect(
@@ -53,17 +53,16 @@ def connect(
         place: this rank's in ``group``.
         domains: the ranks of each, in the group.
     """
-    key = (group.group_name, channel, domains)
-    known, before = _made.get(key), 0
-    if known is not None and known[0] is group:
-        if known[2].usable and known[2].alarm(at_once=True) is None:
-            return known[2]
-        before = known[1] + 1
+    ours = _made.setdefault(group, {})
+    before, known = ours.get((channel, domains), (-1, None))
+    if known is not None and known.usable and known.alarm(at_once=True) is None:
+        return known
+    before += 1
     local = next(ranks.index(place.rank) for ranks in domains if place.rank in ranks)
     name = f"place {local} of {domains}, number {before}"
     across = place.part([ranks[local] for ranks in domains], name)
     made = Between(across, f"{place.key}/alarm of {domains}, number {before}", timeout_s)
-    _made[key] = group, before, made
+    ours[channel, domains] = before, made
     return made
 
 

@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -59,9 +60,9 @@ class Card(NamedTuple):
     failed: str = ""
 
 
-#: Listeners of ranks that this process has met, or has been told of that they failed: a retry
-#: waits for a new card.
-_through: set[str] = set()
+#: By store, place and rank: the last listener of a rank that this process has met, or has been told
+#: of that it failed. A retry waits for a new card; older ones do not come again.
+_through: WeakKeyDictionary[dist.Store, dict[str, dict[int, str]]] = WeakKeyDictionary()
 
 
 def machine_identity() -> str:
@@ -192,6 +193,7 @@ class _Meeting:
         self.world_size = place.world_size
         self._store = place.store
         self._key = place.key
+        self._through = _through.setdefault(place.store, {}).setdefault(place.key, {})
         self._start = time.monotonic()
         self._timeout_s = timeout_s
         self._links = Links(self.rank)
@@ -235,7 +237,7 @@ class _Meeting:
                     raise failure(block)
             _check_time(self.rank, missing[0], self._start, self._timeout_s)
         # Who fails from here on says so in its block.
-        _through.update(card.listener for card in self._cards.values())
+        self._through.update((peer, card.listener) for peer, card in self._cards.items())
         return self._links, blocks
 
     def _post(self, card: Card) -> None:
@@ -256,7 +258,7 @@ class _Meeting:
         if card is None:
             return
         if card.failed:
-            if card.listener not in _through:
+            if card.listener != self._through.get(peer):
                 raise AbortedError(f"rank {peer} failed while making a communicator: {card.failed}")
         elif self._cards.get(peer) != card:
             self._cards[peer] = card
@@ -333,7 +335,7 @@ class _Meeting:
             for rank in range(self.world_size):
                 card = self._stored_card(rank)
                 if card is not None and card.failed:
-                    _through.add(card.listener)
+                    self._through[rank] = card.listener
             self._failed = not told
         if self._own is not None:
             reason = f"rank {self.rank} failed while making a communicator: {error!r}"

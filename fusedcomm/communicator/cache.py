@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedcomm.communicator.life import CLOSED_TEXT
@@ -26,9 +27,10 @@ _Key = tuple[str, str]  # a group's name, a channel
 _present: dict[_Key, Communicator] = {}
 #: Those without a channel, by their groups: what most calls name.
 _of_group: dict[dist.ProcessGroup, Communicator] = {}
-_closed: set[_Key] = set()
-_making: defaultdict[_Key, threading.Lock] = defaultdict(threading.Lock)
 _lock = threading.Lock()
+#: By group, as long as there is one: the channels of closed communicators, and a lock a channel.
+_closed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+_making: WeakKeyDictionary[dist.ProcessGroup, dict[str, threading.Lock]] = WeakKeyDictionary()
 
 
 def obtain(
@@ -44,8 +46,8 @@ def obtain(
     if found is not None and timeout_s is None and topology is None:
         return found
     with _lock:
-        making = _making[key]
-    with making:  # One lock a key: threads may make theirs in another order on every rank.
+        making = _making.setdefault(group, {}).setdefault(channel, threading.Lock())
+    with making:  # One lock each: threads may make theirs in another order on every rank.
         found = _find(key, group)
         if found is None and (stale := _present.get(key)) is not None:
             # It is being closed by a thread, or its group was destroyed and another took the name.
@@ -61,7 +63,7 @@ def obtain(
                 found = _present[key] = make(group, channel, limit, declared)
             if not channel:
                 _of_group[group] = found
-            _closed.discard(key)
+            _closed.setdefault(group, set()).discard(channel)
         elif topology is not None and found.declared != declared:
             raise ValueError(
                 f"this group has a communicator with {found.topology}; close() it on every "
@@ -78,19 +80,22 @@ def _find(key: _Key, group: dist.ProcessGroup) -> Communicator | None:
     return None if found is None or found.closed or found.group is not group else found
 
 
-def named(group_name: str, channel: str) -> Communicator | None:
-    """The open communicator of that name, if there ever was one.
+def named(group_name: str, channel: str) -> Communicator | dist.ProcessGroup:
+    """The open communicator of that name, or its group if it has had none.
 
     Raises:
-        ClosedError: it was closed, and no other made since.
+        ClosedError: it was closed, and no other made since; or there is no such group any more.
     """
-    key = (group_name, channel)
-    found = _present.get(key)
+    found = _present.get((group_name, channel))
     if found is not None and not found.closed:
         return found
-    if found is not None or key in _closed:
+    try:
+        group = distributed_c10d._resolve_process_group(distributed_c10d.GroupName(group_name))
+    except (RuntimeError, ValueError) as error:
+        raise ClosedError(f"the process group {group_name!r} was destroyed") from error
+    if found is not None or channel in _closed.get(group, ()):
         raise ClosedError(CLOSED_TEXT)
-    return None
+    return group
 
 
 def opened(group: dist.ProcessGroup | None) -> Communicator | None:
@@ -112,4 +117,4 @@ def forget(closed: Communicator) -> None:
         del _of_group[closed.group]
     if _present.get(key) is closed:
         del _present[key]
-        _closed.add(key)
+        _closed.setdefault(closed.group, set()).add(closed.channel)

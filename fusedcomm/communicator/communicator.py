@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from fusedcomm import rendezvous
 from fusedcomm.between import Between, connect
@@ -183,13 +182,10 @@ class Communicator:
         """The communicator of the group that torch calls ``group_name``; see ``of``.
 
         Raises:
-            ClosedError: it was closed, and no other made since.
+            ClosedError: it was closed, and no other made since; or its group was destroyed.
         """
         found = cache.named(group_name, channel)
-        if found is not None:
-            return found
-        group = distributed_c10d._resolve_process_group(distributed_c10d.GroupName(group_name))
-        return Communicator.of(group, channel=channel)
+        return found if isinstance(found, Communicator) else Communicator.of(found, channel=channel)
 
     @staticmethod
     def opened(group: Any) -> Communicator | None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+import weakref
+from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 import fusedcomm as fc
-from fusedcomm import rendezvous
+from fusedcomm import between, rendezvous
+from fusedcomm.communicator import cache
 from fusedcomm.symmetric.links import Links
 from fusedcomm.symmetric.shm import Segment
 from tests.conftest import Pools
@@ -208,3 +215,61 @@ def test_the_rank_that_holds_the_store_dies(pools: Pools, record_property: Recor
         took = (outcomes[rank].value.at_ns - outcomes[0].at_ns) / 1e9
         record_property("noticed_s", round(took, 3))
         assert took < LIMIT_S
+
+
+def kept(container: Mapping[Any, Any] | set[Any]) -> int:
+    """How many entries a registry has, those of the registries in it included."""
+    inner = container.values() if isinstance(container, Mapping) else ()
+    return len(container) + sum(kept(each) for each in inner if isinstance(each, Mapping | set))
+
+
+def all_kept() -> int:
+    """As ``kept``, of all that this process remembers of communicators."""
+    return sum(
+        kept(value)
+        for module in (rendezvous, cache, between)
+        for value in vars(module).values()
+        if isinstance(value, Mapping | set)
+    )
+
+
+def make_again_and_again(rank: int) -> None:
+    sizes = []
+    for _ in range(4):
+        fc.Communicator.of().close()
+        failing = mock.patch.object(Segment, "attach", side_effect=OSError(REASON))
+        with failing if rank == 0 else nullcontext(), pytest.raises(fc.FusedcommError):
+            fc.Communicator.of(timeout_s=20).barrier()  # the others are told, here or there
+        for made in fc.Communicator.live():
+            made.close()
+        dist.barrier()
+        sizes.append(all_kept())
+    assert sizes[1:] == sizes[1:2] * 3, sizes
+
+
+def test_nothing_is_kept_of_each_communicator(pools: Pools) -> None:
+    pools(2).run(make_again_and_again)
+
+
+def make_groups(rank: int, domains: list[list[int]] | None) -> None:
+    gc.collect()
+    descriptors, before_all = open_files(), all_kept()
+    for number in range(3):
+        group = dist.new_group(range(4))
+        with fc.Communicator.of(group, topology=domains, channel=f"of group {number}") as comm:
+            comm.barrier()
+        dist.barrier()
+        gone = weakref.ref(group)
+        dist.destroy_process_group(group)
+        del group, comm
+        gc.collect()
+        assert gone() is None
+        assert all_kept() == before_all
+    assert open_files() == descriptors
+
+
+@pytest.mark.parametrize("domains", [None, [[0, 1], [2, 3]]])
+def test_nothing_is_kept_of_a_group_that_was_destroyed(
+    pools: Pools, domains: list[list[int]] | None
+) -> None:
+    pools(4).run(make_groups, domains)
