@@ -133,4 +133,4 @@ def test_a_rank_that_raises_fails_the_run_with_its_traceback(
 ) -> None:
     assert run_benchmark(__name__, QUICK, only="raises") == 1
     err = capsys.readouterr().err
-    assert "rank 1 failed" in err and "no such luck" in err
+    assert "rank 1, first: raised" in err and "no such luck" in err

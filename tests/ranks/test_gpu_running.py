@@ -53,4 +53,4 @@ def test_a_death_ends_the_run_and_keeps_what_was_found() -> None:
 def test_time_is_limited() -> None:
     start = time.monotonic()
     found = run({"sleeps": sleeps}, 1, devices=0, timeout_s=5)
-    assert "TimeoutError" in found[0].problem and time.monotonic() - start < 40
+    assert "had not finished" in found[0].problem and time.monotonic() - start < 40
