@@ -72,7 +72,8 @@ class Between:
     Attributes:
         domain: which domain this rank is in; its rank in the group.
         domains: how many there are.
-        bytes_sent: of data that this rank has sent to other domains since it was made.
+        bytes_sent, messages_sent: of data that this rank has sent to other domains since it was
+            made. (What the calls are, 512 bytes to each domain in each, is not counted.)
         usable: False once it was given up, after an error.
     """
 
@@ -87,7 +88,7 @@ class Between:
             PeerLostError: a rank did not come within ``timeout_s``, or died.
         """
         self.domain, self.domains = place.rank, place.world_size
-        self.bytes_sent = 0
+        self.bytes_sent = self.messages_sent = 0
         self.usable = True
         self._all_know = False
         self._store, self._alarm_key, self._next_look = place.store, alarm_key, 0.0
@@ -129,6 +130,7 @@ class Between:
     def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> Work:
         """Begin to fill ``gathered`` ``[domains, …]`` with every domain's ``own``, of one size."""
         self.bytes_sent += (self.domains - 1) * own.nbytes
+        self.messages_sent += self.domains - 1 if own.nbytes else 0
         return self._backend._allgather_base(gathered, own)
 
     def all_to_all(
@@ -141,13 +143,16 @@ class Between:
             received_rows, sent_rows: how many rows come from, and go to, each domain.
         """
         row_bytes = sent.nbytes // sent.shape[0] if sent.shape[0] else 0
-        self.bytes_sent += (sum(sent_rows) - sent_rows[self.domain]) * row_bytes
+        others = [rows for domain, rows in enumerate(sent_rows) if domain != self.domain]
+        self.bytes_sent += sum(others) * row_bytes
+        self.messages_sent += sum(rows > 0 for rows in others)
         return self._backend.alltoall_base(received, sent, list(received_rows), list(sent_rows))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """Begin to give every domain what ``tensor`` holds in domain ``source``."""
         if self.domain == source:
             self.bytes_sent += (self.domains - 1) * tensor.nbytes
+            self.messages_sent += self.domains - 1 if tensor.nbytes else 0
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         return self._backend.broadcast([tensor], options)

@@ -53,6 +53,11 @@ class Calls:
         """Within a call: its text, as on the board."""
         return self._watch.text
 
+    @property
+    def number(self) -> int:
+        """Within a call: which of the communicator's it is; equal on all ranks."""
+        return self._watch.number
+
     def await_peers(self, op: str, *, exchanging: bool = True) -> None:
         """Within a call: wait until every peer has begun the same one.
 

@@ -106,3 +106,21 @@ def dot_choices(kept: Tensor, slot: Tensor, dy: Tensor, dtype: torch.dtype) -> T
         rows = kept[start : start + block].to(wide)
         result[start : start + block] = (rows @ dy[start : start + block, :, None].to(wide))[..., 0]
     return result.masked_fill_(slot < 0, 0.0).to(dtype)
+
+
+def dot_rows(rows: Tensor, tokens: Tensor, dy: Tensor) -> Tensor:
+    """``⟨dy[tokens[n]], rows[n]⟩`` ``[C]``, added in float32 at least.
+
+    Args:
+        rows: ``[C, hidden]``, the finished rows in the order in which they came back.
+        tokens: ``[C]``.
+        dy: ``[T, hidden]``.
+    """
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    result = dy.new_empty(len(tokens), dtype=wide)
+    block = max(1, _BLOCK // rows.shape[1])
+    for start in range(0, len(tokens), block):
+        part = slice(start, start + block)
+        theirs = dy.index_select(0, tokens[part]).to(wide)
+        result[part] = (rows[part, None, :].to(wide) @ theirs[:, :, None])[:, 0, 0]
+    return result

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from fusedcomm.planning.moe import Terms
+from fusedcomm.planning.relaying import Carriers, each_its_own
 from fusedcomm.planning.routing import Layout, Placement
 
 Tensor = torch.Tensor
@@ -44,6 +45,16 @@ class Routed:
     def layout(self) -> Layout:
         """All places, on the host."""
         return _layout(self.table.cpu().numpy().tobytes(), self.world_size, self.terms)
+
+    @functools.cached_property
+    def source(self) -> int:
+        """Whose rows these are, among all that have rows in the table."""
+        return self.rank
+
+    @functools.cached_property
+    def carriers(self) -> Carriers:
+        """Which rank sends the rows of every source."""
+        return each_its_own(self.world_size)
 
     @functools.cached_property
     def tokens(self) -> Tensor:

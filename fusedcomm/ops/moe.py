@@ -53,11 +53,14 @@ class Routing(NamedTuple):
         order: int64 ``[T * k]``, the choices (token * k + choice) in the order in which they are
             sent; those of no expert last.
         slot: int64 ``[T, k]``, its inverse; -1 for no expert.
+        relayed: int32 in CPU memory, of a group over several domains: the choices of other ranks
+            whose rows this one passes on; see ``fusedcomm.planning.relaying``. Else empty.
     """
 
     table: Tensor
     order: Tensor
     slot: Tensor
+    relayed: Tensor
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ returns   C rows on their way back                      2       all owners, by t
 ========= ============================================= ======= =========================
 
 R is ``capacity`` or, without it, the most rows that a rank has received so far; C is
-``k * max_tokens`` or the most choices that a rank has sent so far; in kernels, where there is a
-``capacity`` and nobody may look at the table, ``W * capacity`` instead. One slot is enough for the
+``k * max_tokens`` or the most choices that a rank has sent so far. (Inside one of N domains a rank
+has N sources' choices: see ``relaying``.) One slot is enough for the
 counts: all ranks have long read the table when one of them comes to make the next.
 """
 
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusedcomm.planning.engine import choose_engine
-from fusedcomm.planning.routing import Layout, Placement, chunks, owners_text, place
+from fusedcomm.planning.routing import Array, Layout, Placement, chunks, owners_text, place
 from fusedcomm.protocol import Space
 from fusedcomm.trace import record_plan
 
@@ -74,11 +74,13 @@ class Plan:
         text: what must be equal on every rank, for the board.
         engine: "triton", "host" or "plain".
         reason: a sentence for people.
+        across: whether it is the form for several domains.
     """
 
     text: str
     engine: str
     reason: str
+    across: bool = False
 
 
 def plan(
@@ -101,14 +103,29 @@ def plan(
     Raises:
         ValueError: the engine that was asked for cannot serve this group or device.
     """
-    chosen, reason = choose_engine(comm, device, dtype, engine)
-    record_plan(op, chosen, 1 if chosen == "plain" else terms.num_experts, reason)
-    return Plan(f"{op} {what} of {terms}, engine {chosen}", chosen, reason)
+    chosen, reason = choose_engine(comm, device, dtype, engine, across=True)
+    across = chosen == "host" and is_across(comm, device, engine)
+    chunks = "two_level" if across else 1 if chosen == "plain" else terms.num_experts
+    record_plan(op, chosen, chunks, reason)
+    return Plan(f"{op} {what} of {terms}, engine {chosen}", chosen, reason, across)
+
+
+def is_across(comm: Communicator, device: torch.device, engine: str) -> bool:
+    """Whether calls are carried out in two levels, inside domains and between them.
+
+    Args:
+        engine: what the caller asked for.
+    """
+    return comm.inside is not None and device.type == "cpu" and engine in ("auto", "host")
 
 
 def table_text(layout: Layout) -> str:
     """A digest of the table, for the board: ranks may replay different plans."""
-    return f"routing {zlib.crc32(layout.counts_WE.tobytes()):08x}"
+    return digest_text(layout.counts_WE)
+
+
+def digest_text(counts_WE: Array) -> str:  # noqa: N803
+    return f"routing {zlib.crc32(counts_WE.tobytes()):08x}"
 
 
 def counts_space(num_experts: int, world_size: int) -> Space:
@@ -116,18 +133,22 @@ def counts_space(num_experts: int, world_size: int) -> Space:
     return Space("moe counts", world_size, 4 * num_experts, 1, slots=1)
 
 
-def rows_space(rows: int, row_bytes: int, placement: Placement) -> Space:
-    """All sources write rows where their experts will read them: the most that a rank receives."""
-    return _space("moe rows", rows, row_bytes, placement)
+def rows_space(rows: int, row_bytes: int, placement: Placement, most: int = 1) -> Space:
+    """All sources write rows where their experts will read them: the most that a rank receives.
+
+    Args:
+        most: how many sources every rank sends for; see ``relaying``.
+    """
+    return _space("moe rows", rows, row_bytes, placement, most)
 
 
-def returns_space(rows: int, row_bytes: int, placement: Placement) -> Space:
+def returns_space(rows: int, row_bytes: int, placement: Placement, most: int = 1) -> Space:
     """All owners of experts write finished rows where they came from: the most that were sent."""
-    return _space("moe returns", rows, row_bytes, placement)
+    return _space("moe returns", rows, row_bytes, placement, most)
 
 
-def _space(kind: str, rows: int, row_bytes: int, placement: Placement) -> Space:
-    return Space(kind, 1, rows * row_bytes, chunks(placement), shared=True)
+def _space(kind: str, rows: int, row_bytes: int, placement: Placement, most: int = 1) -> Space:
+    return Space(kind, 1, rows * row_bytes, chunks(placement, most), shared=True)
 
 
 def spaces(

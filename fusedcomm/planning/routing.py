@@ -267,14 +267,21 @@ def pieces(rows: int) -> list[tuple[int, int, int]]:
     return [(piece, first, last) for piece, (first, last) in enumerate(bounds)]
 
 
-def chunk(local_expert: int, piece: int) -> int:
-    """The number of a piece's flag, among those from one source to one reader."""
-    return local_expert * MAX_PIECES + piece
+def chunk(local_expert: int, piece: int, number: int = 0, most: int = 1) -> int:
+    """The number of a piece's flag, among those from one rank to one reader.
+
+    Args:
+        number, most: which of the rank's sources the piece is of, and how many it has.
+    """
+    return (local_expert * most + number) * MAX_PIECES + piece
 
 
-def chunks(placement: Placement) -> int:
-    """Flags from a source to a reader: one a piece, and the last, which says that all was sent."""
-    return placement.most * MAX_PIECES + 1
+def chunks(placement: Placement, most: int = 1) -> int:
+    """Flags from a rank to a reader: one a piece, and behind them one for each of its sources.
+
+    The last of them all says that everything was sent.
+    """
+    return placement.most * most * MAX_PIECES + most
 
 
 def owners_text(owners: Sequence[int]) -> str:

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import fusedcomm as fc
-from fusedcomm.engines.host import moe_ffn as host_ffn
+from fusedcomm.engines.host import rows, units
 from fusedcomm.engines.host.rows import Returns, Rows
 from fusedcomm.planning import routing
 from fusedcomm.protocol import Call, Workspace
 from fusedcomm.testing import races
 from fusedcomm.testing.races.recording import replaced
 
+TWO_OF_TWO = "0,1;2,3"
 CALLS = 3
 EXPERTS, HIDDEN, FFN = 5, 8, 6
 
@@ -82,8 +83,8 @@ def calls(rank: int, world_size: int, ops: tuple[str, ...], same_slot: bool, tok
     torch.manual_seed(rank)
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(routing, PIECE_ROWS=2))
-        stack.enter_context(replaced(host_ffn, DIRECT_ROWS=3))
-        stack.enter_context(replaced(host_ffn.cut, __defaults__=(4,)))
+        stack.enter_context(replaced(units, DIRECT_ROWS=3))
+        stack.enter_context(replaced(units.cut, __defaults__=(4,)))
         if same_slot:
             stack.enter_context(replaced(Workspace, take_slot=lambda self: 0))
         for number in range(CALLS):
@@ -102,6 +103,16 @@ def test_every_operation_is_clean(pools, world_size, same_slot):
     for recording in recordings:
         kinds = {event.kind for event in recording.events}
         assert kinds == {"read", "write", "acquire", "release"}
+
+
+@pytest.mark.parametrize("same_slot", [True, False])
+def test_every_operation_is_clean_inside_domains(pools, same_slot):
+    """Where a rank sends the rows of several sources."""
+    pool = pools(4, TRITON_INTERPRET="1", FUSEDCOMM_DOMAINS=TWO_OF_TWO)
+    recordings = pool.run(races.recorded, calls, 4, tuple(OPS), same_slot, 9, timeout_s=120)
+    assert races.check(recordings) == []
+    names = {name for recording in recordings for name in recording.names.values()}
+    assert any(name.startswith("workspace moe rows") for name in names), names
 
 
 # Faults
@@ -136,7 +147,7 @@ def _return_signalled_first() -> Iterator[None]:
     def early(self: Returns, *arguments: Any) -> None:
         init(self, *arguments)
         for peer in self._peers:
-            self.call.signal(peer, self._closing)
+            self.call.signal(peer, self._flags[peer])
 
     with replaced(Returns, __init__=early, signal=_early_returns):
         yield
@@ -182,6 +193,25 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 }
 
 
+def _one_return(init: Callable[..., None]) -> Callable[..., None]:
+    """All sources of a rank share the flag that says that their rows are back."""
+
+    def shared(self: Returns, *arguments: Any) -> None:
+        init(self, *arguments)
+        self._flags = [max(self._flags)] * len(self._flags)
+
+    return shared
+
+
+RELAYING: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "one flag for all sources": lambda: replaced(
+        rows, chunk=lambda expert, piece, number, most: routing.chunk(expert, piece, 0, most)
+    ),
+    "one flag for the way back": lambda: replaced(Returns, __init__=_one_return(Returns.__init__)),
+}
+FAULTS |= RELAYING
+
+
 def _without(method: Callable[..., Any], owner: type, step: str) -> Callable[..., Any]:
     """``method`` in which a step does nothing."""
 
@@ -222,3 +252,15 @@ def test_a_fault_is_found(pools, fault, op, memory):
     )
     for race in found:
         assert "write" in {race.first.kind, race.second.kind}
+
+
+@pytest.mark.parametrize(
+    ("fault", "memory"),
+    [("one flag for all sources", "moe rows"), ("one flag for the way back", "moe returns")],
+)
+def test_a_fault_inside_domains_is_found(pools, fault, memory):
+    pool = pools(4, TRITON_INTERPRET="1", FUSEDCOMM_DOMAINS=TWO_OF_TWO)
+    found = races.find(pool, faulty, 4, "moe_ffn", fault)
+    assert any(race.memory.startswith(f"workspace {memory}") for race in found), list(
+        map(str, found)
+    )

@@ -64,7 +64,7 @@ def check_values(case: Case, problem: Problem, found: Local, rank: int, world_si
 def check_own_memory(case: Case, found: Local, comm: fc.Communicator) -> None:
     """No result shares memory with an input or with symmetric memory."""
     taken = {name: storage_range(x) for name, x in found.inputs.items()}
-    for kind, workspace in comm.memory.workspaces.items():
+    for kind, workspace in (comm.inside or comm).memory.workspaces.items():
         for owner, segment in enumerate(workspace.segments):
             taken[f"{kind} of rank {owner}"] = range(
                 segment.address, segment.address + segment.size

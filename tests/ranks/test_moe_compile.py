@@ -110,7 +110,7 @@ def operators(rank: int) -> None:
     w13, w2 = experts(comm.world_size)
     library: Any = fc.ops.library
     where = (E, "", 1, 64, 32, comm.group.group_name, "", "host")
-    route = library.moe.moe_route(ids, "error", *where)[:3]
+    route = library.moe.moe_route(ids, "error", *where)[:4]
     h = library.moe.moe_dispatch(x, *route, *where)[0].detach().requires_grad_()
     checked = (
         (library.moe.moe_route, (ids, "error", *where)),

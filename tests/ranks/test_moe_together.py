@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm as fc
-from fusedcomm.engines.host import moe_ffn as host_ffn
+from fusedcomm.engines.host import units
 from fusedcomm.protocol import Call
 from fusedcomm.testing import RankError, straggler
 from fusedcomm.testing.disturb import EVENTS
@@ -200,7 +200,7 @@ def spans_before(rank: int) -> list[str]:
     comm.barrier()
     number = 2  # of rank 1's writes: its counts come first, and are not late
     with (
-        mock.patch.object(host_ffn.cut, "__defaults__", (1,)),
+        mock.patch.object(units.cut, "__defaults__", (1,)),
         fc.trace() as recorded,
         straggler(1, "write", 0.3, nth=number) if rank else nullcontext(),
     ):

@@ -15,7 +15,7 @@ from fusedcomm.ops.library.effects import communicates
 LOCAL = {
     f"fusedcomm::{name}"
     for name in (
-        "cross_entropy_grad", "moe_weight_grad", "own_shard", "replicated_linear", "sum_gradient",
+        "cross_entropy_grad", "own_shard", "replicated_linear", "sum_gradient",
     )
 }  # fmt: skip
 

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedcomm.engines.host import moe_ffn
-from fusedcomm.planning import capacity, routing
+from fusedcomm.engines.host import units
+from fusedcomm.planning import capacity, relaying, routing
 from fusedcomm.planning.capacity import drop
 from fusedcomm.planning.routing import (
     MAX_PIECES,
@@ -25,7 +25,7 @@ from fusedcomm.planning.routing import (
 
 
 def test_examples_in_the_docstrings() -> None:
-    for module in (routing, capacity, moe_ffn):
+    for module in (routing, capacity, relaying, units):
         results = doctest.testmod(module)
         assert results.attempted and not results.failed
 

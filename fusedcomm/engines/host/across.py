@@ -28,93 +28,29 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
-from fusedcomm.between import Between
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines.counts import check_all_counts
 from fusedcomm.engines.host import collectives
 from fusedcomm.engines.host.combining import combine
-from fusedcomm.engines.host.group import agree, as_bytes, finish
+from fusedcomm.engines.host.levels import Levels, elements
 from fusedcomm.planning.collectives import Plan
 from fusedcomm.schedule import shard_bounds, successors
 
 Bounds = list[tuple[int, int]]
 
 
-class _Levels:
-    """One call: the two levels of its group, and the steps that it is made of."""
-
-    def __init__(self, comm: Communicator, plan: Plan, op: str) -> None:
-        assert comm.inside is not None and comm.between is not None
-        self.comm, self.op = comm, op
-        self.inside: Communicator = comm.inside
-        self.between: Between = comm.between
-        self.mine = comm.between.domain
-        self.domains = comm.topology.domains
-        #: The ranks in this one's place, one a domain.
-        self.counterparts = [ranks[comm.inside.rank] for ranks in self.domains]
-        self._plan = plan
-
-    def step(self, name: str) -> Plan:
-        """The plan of a call inside the domain; its text names the whole call and this step."""
-        return replace(self._plan, text=f"{self._plan.text}: {name}", algorithm="direct")
-
-    def agree(self) -> None:
-        """Make sure that the other domains are in the same call."""
-        with self.inside.collective(self.step("agree").text):
-            agree(self.comm, self.op)
-
-    def begin(
-        self, name: str, sent: Tensor, sends: Sequence[int], takes: Sequence[int]
-    ) -> Crossing:
-        """Begin to exchange elements of flat tensors with the counterparts.
-
-        A rank that has nothing to give or take joins in: others wait for all counterparts.
-        """
-        received = sent.new_empty(sum(takes))
-        with self.inside.collective(self.step(name).text):
-            work = self.inside.torch.start(
-                self.op,
-                lambda: self.between.all_to_all(_elements(received), _elements(sent), takes, sends),
-            )
-        return Crossing(self, name, received, list(takes), work)
-
-    def spread(self, name: str, own: Tensor, takes: Sequence[int]) -> Crossing:
-        """Begin to give ``own`` to all counterparts; ``takes[d]`` elements come from domain d."""
-        takes = [0 if domain == self.mine else count for domain, count in enumerate(takes)]
-        sends = [0 if domain == self.mine else own.numel() for domain in range(len(self.domains))]
-        return self.begin(name, own.reshape(-1).repeat(len(self.domains) - 1), sends, takes)
-
-
-class Crossing:
-    """Elements that are under way between domains."""
-
-    def __init__(
-        self, levels: _Levels, name: str, received: Tensor, takes: list[int], work: Work | None
-    ) -> None:
-        self._levels, self._name, self._work = levels, name, work
-        self._received, self._takes = received, takes
-
-    def finish(self) -> list[Tensor]:
-        """Wait; what came from each domain, flat, empty for the own one."""
-        levels = self._levels
-        with levels.inside.collective(levels.step(f"{self._name}, arrived").text):
-            finish(levels.comm, levels.op, self._work)
-        return list(self._received.split(self._takes))
-
-
 def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction: str) -> None:
     """``out = reduction over ranks of x``, bitwise equal on every rank; both flat."""
     with comm.collective(plan.text):
-        levels = _Levels(comm, plan, "all_reduce")
+        levels = Levels(comm, plan.text, "all_reduce")
         inside, mine = levels.inside, levels.mine
         chunks = shard_bounds(x.numel(), inside.world_size)
         first, last = chunks[inside.rank]
         chunk = x.new_empty(last - first)
         levels.agree()
         collectives.reduce_scatter(
-            inside, levels.step("reduce"), x.view(1, -1), chunk.view(1, -1), chunks, reduction
+            inside, _step(plan, "reduce"), x.view(1, -1), chunk.view(1, -1), chunks, reduction
         )
         parts = shard_bounds(chunk.numel(), len(levels.domains))
         sizes = [stop - start for start, stop in parts]
@@ -130,14 +66,14 @@ def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction
             if domain != mine:
                 chunk[start:stop].copy_(came[domain])
         collectives.all_gather(
-            inside, levels.step("gather"), chunk.view(1, -1), out.view(1, -1), chunks
+            inside, _step(plan, "gather"), chunk.view(1, -1), out.view(1, -1), chunks
         )
 
 
 def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: Bounds) -> None:
     """``out[:, bounds[r]] = x of rank r``."""
     with comm.collective(plan.text):
-        levels = _Levels(comm, plan, "all_gather")
+        levels = Levels(comm, plan.text, "all_gather")
         outer = x.shape[0]
         widths = [_width(bounds[rank]) for rank in levels.counterparts]
         levels.agree()
@@ -153,7 +89,7 @@ def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: B
             inner = _side_by_side(bounds, ranks)
             together = _together(bounds, ranks)
             target = out[:, slice(*together)] if together else x.new_empty(outer, inner[-1][1])
-            step = levels.step(f"domain {domain}")
+            step = _step(plan, f"domain {domain}")
             collectives.all_gather(levels.inside, step, shard, target, inner)
             if together is None:
                 for rank, columns in zip(ranks, inner, strict=True):
@@ -165,7 +101,7 @@ def reduce_scatter(
 ) -> None:
     """``out = reduction over ranks of x[:, bounds[rank]]``, domain by domain in their order."""
     with comm.collective(plan.text):
-        levels = _Levels(comm, plan, "reduce_scatter")
+        levels = Levels(comm, plan.text, "reduce_scatter")
         mine, number = levels.mine, len(levels.domains)
         outer = x.shape[0]
         levels.agree()
@@ -178,7 +114,7 @@ def reduce_scatter(
             else:
                 part = torch.cat([x[:, slice(*bounds[rank])] for rank in ranks], 1)
             own = x.new_empty(outer, _width(bounds[levels.counterparts[domain]]))
-            step = levels.step(f"for domain {domain}")
+            step = _step(plan, f"for domain {domain}")
             inner = _side_by_side(bounds, ranks)
             collectives.reduce_scatter(levels.inside, step, part, own, inner, reduction)
             return own
@@ -209,7 +145,7 @@ def all_to_all(
     A row goes first to the rank of its own domain that is in the receiver's place, then across.
     """
     with comm.collective(plan.text):
-        levels = _Levels(comm, plan, "all_to_all")
+        levels = Levels(comm, plan.text, "all_to_all")
         inside = levels.inside
         rank, world_size = comm.rank, comm.world_size
         levels.agree()
@@ -225,7 +161,7 @@ def all_to_all(
         sends = [sum(counts[rank][to] for to in place) for place in places]
         takes = [sum(counts[source][to] for to in levels.counterparts) for source in own]
         relayed = x.new_empty(sum(takes), x.shape[1])
-        collectives.all_to_all(inside, levels.step("inside"), sent, relayed, sends, takes)
+        collectives.all_to_all(inside, _step(plan, "inside"), sent, relayed, sends, takes)
 
         # Across: for every domain the rows that came from all ranks of this one.
         blocks = [
@@ -256,21 +192,21 @@ def all_to_all(
 def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) -> None:
     """``out = x of src``; both flat. What x holds elsewhere does not matter."""
     with comm.collective(plan.text):
-        levels = _Levels(comm, plan, "broadcast")
+        levels = Levels(comm, plan.text, "broadcast")
         inside, topology = levels.inside, comm.topology
         origin, place = topology.domain_of(src), topology.local_rank(src)
         if comm.rank == src and out.data_ptr() != x.data_ptr():
             out.copy_(x)
         levels.agree()
-        with inside.collective(levels.step("across").text):
+        with inside.collective(levels.named("across")):
             if inside.rank == place and out.numel():
-                data = _elements(out)
+                data = elements(out)
                 inside.torch.run(levels.op, lambda: levels.between.broadcast(data, origin))
-        collectives.broadcast(inside, levels.step("inside"), out, out, place)
+        collectives.broadcast(inside, _step(plan, "inside"), out, out, place)
 
 
 def _counts(
-    levels: _Levels, plan: Plan, send_counts: Sequence[int], recv_counts: Sequence[int]
+    levels: Levels, plan: Plan, send_counts: Sequence[int], recv_counts: Sequence[int]
 ) -> list[list[int]]:
     """``counts[a][b]``: how many rows rank a has for rank b, all ranks' views compared."""
     world_size = levels.comm.world_size
@@ -280,6 +216,11 @@ def _counts(
     bounds = [(rank * both, (rank + 1) * both) for rank in range(world_size)]
     all_gather(levels.comm, replace(plan, text=f"{plan.text}: counts"), mine, counts, bounds)
     return check_all_counts(counts.view(world_size, both).tolist())
+
+
+def _step(plan: Plan, step: str) -> Plan:
+    """The plan of a call inside the domain; its text is as ``Levels.named`` has it."""
+    return replace(plan, text=f"{plan.text}: {step}", algorithm="direct")
 
 
 def _together(bounds: Bounds, ranks: Sequence[int]) -> tuple[int, int] | None:
@@ -299,8 +240,3 @@ def _side_by_side(bounds: Bounds, ranks: Sequence[int]) -> Bounds:
 
 def _width(bound: tuple[int, int]) -> int:
     return bound[1] - bound[0]
-
-
-def _elements(x: Tensor) -> Tensor:
-    """A flat tensor as bytes ``[elements, itemsize]``, whose rows torch may count."""
-    return as_bytes(x.view(-1, 1))

@@ -17,7 +17,7 @@ from fusedcomm.engines.host.moe_ffn import (
     moe_ffn_choices,
     moe_send,
 )
-from fusedcomm.engines.host.rows import Returns, Rows, arriving, clear_padding
+from fusedcomm.engines.host.rows import Returns, Rows, arriving, clear_padding, give_back, take
 from fusedcomm.engines.routed import Routed
 from fusedcomm.engines.routing import Route, route_on_host
 from fusedcomm.planning.moe import Plan, Terms, counts_space, table_text
@@ -80,12 +80,8 @@ def dispatch(
     result = x.new_empty(routed.received, x.shape[1])
     with comm.collective(f"{plan.text}, {table_text(routed.layout)}"):
         rows = Rows(comm, "dispatch", routed, x.shape[1], x.dtype)
-        rows.send(x.contiguous(), scale, own=result)
-        for found in arriving(routed, rank):
-            for piece in found:
-                if piece.source != rank:
-                    rows.await_piece(piece)
-                    result[piece.first : piece.last].copy_(rows.own[piece.first : piece.last])
+        rows.send(routed, x.contiguous(), scale, own=result)
+        take(rows, [piece for found in arriving(routed, rank) for piece in found], result)
         rows.done()
     clear_padding(result, routed, rank)
     return result
@@ -103,13 +99,11 @@ def combine(
     Returns:
         see ``choices.sum_choices``.
     """
-    rank, layout = comm.rank, routed.layout
-    with comm.collective(f"{plan.text}, {table_text(layout)}"):
+    rank = comm.rank
+    with comm.collective(f"{plan.text}, {table_text(routed.layout)}"):
         returns = Returns(comm, "combine", routed, h.shape[1], h.dtype)
         for source in [*successors(rank, comm.world_size), rank]:
-            target = returns.targets[source]
-            with span("copy", f"rows for rank {source}", rank=rank):
-                for _, rows, back, first in layout.segments(source, rank):
-                    target[back : back + rows].copy_(h[first : first + rows])
-            returns.signal(source)
-        return returns.sum(weights, keep)
+            give_back(returns, routed, source, h)
+        found = returns.sum(routed, weights, keep)
+        returns.done()
+        return found

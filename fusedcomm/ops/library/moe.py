@@ -1,9 +1,10 @@
 """The mixture of experts as torch custom ops: shapes for tracing, and their gradients.
 
-A routing is three tensors: ``table`` int64 ``[W, E]``, ``order`` int64 ``[T * k]`` and ``slot``
-int64 ``[T, k]``; see ``planning.routing``. The table lies where the ids are or, without
-``capacity``, in CPU memory, since sizes then depend on it. With a routing, dispatch and combine are
-each other's gradient, and nothing is counted again:
+A routing is four tensors: ``table`` int64 ``[W, E]``, ``order`` int64 ``[T * k]`` and ``slot``
+int64 ``[T, k]`` (see ``planning.routing``), and ``relayed``, int32 in CPU memory: what this rank
+knows of other domains' choices (see ``engines.relays``), or nothing. The table lies where the ids
+are or, without ``capacity``, in CPU memory, since sizes then depend on it. With a routing, dispatch
+and combine are each other's gradient, and nothing is counted again:
 
 ============ ============================== =======================================
 op           gradient of its rows           gradient of the weights
@@ -12,6 +13,9 @@ moe_dispatch dx = combine(d rows)
 moe_combine  dh = dispatch(dy, weighted)    ⟨dy[t], row of (t, j)⟩, of rows kept or sent again
 moe_ffn      both, with the experts between the same
 ============ ============================== =======================================
+
+The rows that are kept for the weights' gradient lie where they are added up: ``[T, k, hidden]`` on
+the tokens' rank, or, over several domains, ``[carried, hidden]`` on those that carry them.
 
 A rank's y depends on its x through other ranks' experts, also where its own have no rows: then
 nothing that autograd could see leads from d.x to h. So dispatch returns an **anchor** as well, an
@@ -32,10 +36,11 @@ from torch import Tensor
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines import operations_of
 from fusedcomm.engines.choices import dot_choices
+from fusedcomm.engines.relays import Relays
 from fusedcomm.engines.routed import Routed
 from fusedcomm.engines.routing import table_device
 from fusedcomm.ops.library.effects import communicates
-from fusedcomm.planning.moe import Plan, Terms, plan
+from fusedcomm.planning.moe import Plan, Terms, is_across, plan
 
 #: num_experts, owners (ranks, blanks between them, or ""), align, capacity, max_tokens, group,
 #: channel, engine. (A list would have to be answered by a list in every backward pass.)
@@ -50,8 +55,11 @@ class _Run(NamedTuple):
     terms: Terms
     engine: ModuleType
 
-    def routed(self, table: Tensor, order: Tensor, slot: Tensor) -> Routed:
+    def routed(self, table: Tensor, order: Tensor, slot: Tensor, relayed: Tensor) -> Any:
         comm = self.comm
+        if self.plan.across:
+            place = (comm.topology.domains, comm.rank)
+            return Relays.of(self.terms, *place, table, order, slot, relayed)
         return Routed(self.terms, comm.rank, comm.world_size, table, order, slot)
 
 
@@ -69,7 +77,8 @@ def _decide(op: str, like: Tensor, top_k: int, what: str, where: Where) -> _Run:
         )
     terms = Terms(num_experts, top_k, _ranks(owners), align, capacity, max_tokens)
     chosen = plan(comm, op, terms, device=like.device, dtype=like.dtype, what=what, engine=engine)
-    return _Run(comm, chosen, terms, operations_of(chosen.engine, "moe"))
+    family = "moe_across" if chosen.across else "moe"
+    return _Run(comm, chosen, terms, operations_of(chosen.engine, family))
 
 
 @communicates
@@ -85,16 +94,21 @@ def moe_route(
     group: str,
     channel: str,
     engine: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The routing of ids ``[T, k]``, agreed on by all ranks.
 
     Returns:
-        table, order, slot; offs, counts and padded counts, int32 ``[E_local]``; dropped, int64
-        ``[]``, this rank's choices that found no room.
+        table, order, slot, relayed; offs, counts and padded counts, int32 ``[E_local]``; dropped,
+        int64 ``[]``, this rank's choices that found no room.
     """
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
     run = _decide("dispatch", ids, ids.shape[1], f"counts, overflow {overflow}", where)
-    return run.engine.route(run.comm, run.plan, run.terms, ids, overflow)
+    call = (run.comm, run.plan, run.terms)
+    table, order, slot, *rest = run.engine.route(*call, ids, overflow)
+    relayed = torch.empty(0, dtype=torch.int32)
+    if run.plan.across:
+        relayed = run.engine.exchange_choices(*call, table, slot)
+    return table, order, slot, relayed, *rest
 
 
 @moe_route.register_fake
@@ -103,10 +117,13 @@ def _(ids, overflow, num_experts, owners, align, capacity, max_tokens, group, ch
     terms = Terms(num_experts, ids.shape[1], _ranks(owners), align, capacity, max_tokens)
     local = len(terms.placement(comm.world_size).experts[comm.rank])
     size = (comm.world_size, num_experts)
+    across = is_across(comm, ids.device, engine)
+    relayed = torch.library.get_ctx().new_dynamic_size() if across else 0
     return (
         torch.empty(size, dtype=torch.int64, device=table_device(ids.device, capacity)),
         ids.new_empty(ids.shape[0] * ids.shape[1], dtype=torch.int64),
         ids.new_empty(ids.shape, dtype=torch.int64),
+        torch.empty(relayed, dtype=torch.int32, device="cpu"),
         *(ids.new_empty(local, dtype=torch.int32) for _ in range(3)),
         ids.new_empty((), dtype=torch.int64),
     )
@@ -123,6 +140,7 @@ def moe_dispatch(
     table: Tensor,
     order: Tensor,
     slot: Tensor,
+    relayed: Tensor,
     num_experts: int,
     owners: str,
     align: int,
@@ -134,64 +152,28 @@ def moe_dispatch(
 ) -> tuple[Tensor, Tensor]:
     """This rank's rows ``[received, hidden]`` of all ranks' tokens ``[T, hidden]``; the anchor."""
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
-    return _dispatch(x, None, table, order, slot, where), x.new_empty(0)
-
-
-def _dispatch(
-    x: Tensor, weights: Tensor | None, table: Tensor, order: Tensor, slot: Tensor, where: Where
-) -> Tensor:
-    weighted = "" if weights is None else " weighted"
-    what = f"{x.dtype} [{x.shape[1]}]{weighted}"
-    run = _decide("dispatch", x, slot.shape[1], what, where)
-    routed = run.routed(table, order, slot)
-    return run.engine.dispatch(run.comm, run.plan, x, routed.scale(weights), routed)
+    run = _decide("dispatch", x, slot.shape[1], f"{x.dtype} [{x.shape[1]}]", where)
+    routed = run.routed(table, order, slot, relayed)
+    return run.engine.dispatch(run.comm, run.plan, x, None, routed), x.new_empty(0)
 
 
 @moe_dispatch.register_fake
-def _(x, table, order, slot, num_experts, owners, align, capacity, *where):
+def _(x, table, order, slot, relayed, num_experts, owners, align, capacity, *where):
     return x.new_empty(_received(capacity), x.shape[1]), x.new_empty(0)
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    _, *routing = inputs[:4]
-    ctx.where = inputs[4:]
+    _, *routing = inputs[:5]
+    ctx.where = inputs[5:]
     ctx.save_for_backward(*routing)
 
 
 def _dispatch_backward(ctx: Any, d_rows: Tensor, _: Tensor) -> tuple:
     dx, _ = moe_combine(d_rows, None, None, *ctx.saved_tensors, False, *ctx.where)
-    return (dx, *[None] * 11)
+    return (dx, *[None] * 12)
 
 
 moe_dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
-
-
-@communicates
-@torch.library.custom_op("fusedcomm::moe_dispatch_weighted", mutates_args=())
-def moe_dispatch_weighted(
-    x: Tensor,
-    weights: Tensor,
-    table: Tensor,
-    order: Tensor,
-    slot: Tensor,
-    rows: int,
-    num_experts: int,
-    owners: str,
-    align: int,
-    capacity: int | None,
-    max_tokens: int | None,
-    group: str,
-    channel: str,
-    engine: str,
-) -> Tensor:
-    """``moe_dispatch`` of every choice's ``weights[t, j] · x[t]``; ``rows`` come of it."""
-    where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
-    return _dispatch(x, weights, table, order, slot, where)
-
-
-@moe_dispatch_weighted.register_fake
-def _(x, weights, table, order, slot, rows, *where):
-    return x.new_empty(rows, x.shape[1])
 
 
 @communicates
@@ -203,6 +185,7 @@ def moe_combine(
     table: Tensor,
     order: Tensor,
     slot: Tensor,
+    relayed: Tensor,
     keep: bool,
     num_experts: int,
     owners: str,
@@ -213,28 +196,40 @@ def moe_combine(
     channel: str,
     engine: str,
 ) -> tuple[Tensor, Tensor]:
-    """``y[t] = Σ_j weights[t, j] · row of (t, j)``, and these rows ``[T, k, hidden]`` if kept.
+    """``y[t] = Σ_j weights[t, j] · row of (t, j)``, and these rows if kept (see above).
 
     They are h's rows ``[received, hidden]`` of all ranks.
     """
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
-    weighted = "" if weights is None else " weighted"
-    run = _decide("combine", h, slot.shape[1], f"{h.dtype} [{h.shape[1]}]{weighted}", where)
-    routed = run.routed(table, order, slot)
+    run = _decide("combine", h, slot.shape[1], f"{h.dtype} [{h.shape[1]}]{_said(weights)}", where)
+    routed = run.routed(table, order, slot, relayed)
     return run.engine.combine(run.comm, run.plan, h, weights, routed, keep)
 
 
 @moe_combine.register_fake
-def _(h, weights, anchor, table, order, slot, keep, *where):
-    (tokens, k), hidden = slot.shape, h.shape[1]
-    return h.new_empty(tokens, hidden), h.new_empty((tokens, k, hidden) if keep else (0,))
+def _(h, weights, anchor, table, order, slot, relayed, keep, *where):
+    return h.new_empty(slot.shape[0], h.shape[1]), _kept(h, slot, h.shape[1], keep, where)
+
+
+def _said(weights: Tensor | None) -> str:
+    return "" if weights is None else " weighted"
+
+
+def _kept(like: Tensor, slot: Tensor, hidden: int, keep: bool, where: tuple) -> Tensor:
+    """For fake kernels: the rows that are kept for the weights' gradient."""
+    if not keep:
+        return like.new_empty(0)
+    *_, group, channel, engine = where
+    if is_across(Communicator.named(group, channel), like.device, engine):
+        return like.new_empty(torch.library.get_ctx().new_dynamic_size(), hidden)
+    return like.new_empty(*slot.shape, hidden)
 
 
 def _combine_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    h, weights, anchor, *routing = inputs[:6]
-    ctx.rows, ctx.where = h.shape[0], inputs[7:]
+    h, weights, anchor, *routing = inputs[:7]
+    ctx.rows, ctx.where = h.shape[0], inputs[8:]
     ctx.anchored = None if anchor is None else anchor.dtype
-    ctx.kept = bool(inputs[6])
+    ctx.kept = bool(inputs[7])
     ctx.set_materialize_grads(False)
     weighted = [] if weights is None else [weights]
     if ctx.needs_input_grad[1]:
@@ -243,33 +238,107 @@ def _combine_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> No
 
 
 def _combine_backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple:
-    table, order, slot, *weighted = ctx.saved_tensors
+    *routing, weights, kept = [*ctx.saved_tensors, None, None][:6]
+    need_h, need_weights, need_anchor = ctx.needs_input_grad[:3]
     dh = d_weights = d_anchor = None
-    if dy is not None and (ctx.needs_input_grad[0] or ctx.needs_input_grad[2]):
-        if ctx.anchored is not None:
+    if dy is not None and any(ctx.needs_input_grad[:3]):
+        if need_weights and not ctx.kept:
+            kept = moe_choices(kept, *routing, *ctx.where)
+        dh, d_weights = moe_combine_grads(
+            dy, weights, kept, *routing, ctx.rows, need_h or need_anchor, *ctx.where
+        )
+        if need_anchor and ctx.anchored is not None:
             d_anchor = dy.new_zeros(0, dtype=ctx.anchored)
-        if weighted:
-            routing = (table, order, slot, ctx.rows)
-            dh = moe_dispatch_weighted(dy, weighted[0], *routing, *ctx.where)
-        else:
-            dh, _ = moe_dispatch(dy, table, order, slot, *ctx.where)
-    if dy is not None and ctx.needs_input_grad[1]:
-        weights, rows = weighted
-        if not ctx.kept:
-            _, rows = moe_combine(rows, None, None, table, order, slot, True, *ctx.where)
-        d_weights = moe_weight_grad(rows, slot, dy, weights.dtype)
-    return (dh if ctx.needs_input_grad[0] else None, d_weights, d_anchor, *[None] * 12)
+    return (
+        dh if need_h else None,
+        d_weights if need_weights else None,
+        d_anchor,
+        *[None] * 13,
+    )
 
 
 moe_combine.register_autograd(_combine_backward, setup_context=_combine_setup)
 
 
-@torch.library.custom_op("fusedcomm::moe_weight_grad", mutates_args=())
-def moe_weight_grad(kept: Tensor, slot: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """``⟨dy[t], kept[t, j]⟩`` ``[T, k]``; 0 for a choice of no expert."""
-    return dot_choices(kept, slot, dy, dtype)
+@communicates
+@torch.library.custom_op("fusedcomm::moe_combine_grads", mutates_args=())
+def moe_combine_grads(
+    dy: Tensor,
+    weights: Tensor | None,
+    kept: Tensor | None,
+    table: Tensor,
+    order: Tensor,
+    slot: Tensor,
+    relayed: Tensor,
+    rows: int,
+    need_h: bool,
+    num_experts: int,
+    owners: str,
+    align: int,
+    capacity: int | None,
+    max_tokens: int | None,
+    group: str,
+    channel: str,
+    engine: str,
+) -> tuple[Tensor, Tensor]:
+    """From dy: the gradients of h ``[rows, hidden]`` if needed, of the weights if ``kept``."""
+    where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
+    what = f"{dy.dtype} [{dy.shape[1]}]{_said(weights)}"
+    run = _decide("dispatch", dy, slot.shape[1], what, where)
+    routed = run.routed(table, order, slot, relayed)
+    if run.plan.across:
+        grads = run.engine.combine_backward(run.comm, run.plan, dy, weights, kept, routed, need_h)
+    else:
+        dh = None
+        if need_h:
+            dh = run.engine.dispatch(run.comm, run.plan, dy, routed.scale(weights), routed)
+        grads = dh, _weight_grad(dy, weights, kept, slot)
+    dh, d_weights = (dy.new_empty(0) if grad is None else grad for grad in grads)
+    return dh, d_weights
 
 
-@moe_weight_grad.register_fake
-def _(kept, slot, dy, dtype):
-    return dy.new_empty(slot.shape, dtype=dtype)
+def _weight_grad(
+    dy: Tensor, weights: Tensor | None, kept: Tensor | None, slot: Tensor
+) -> Tensor | None:
+    """``⟨dy[t], row of (t, j)⟩`` ``[T, k]``, where the rows are kept on the tokens' rank."""
+    if weights is None or kept is None:
+        return None
+    return dot_choices(kept, slot, dy, weights.dtype)
+
+
+@moe_combine_grads.register_fake
+def _(dy, weights, kept, table, order, slot, relayed, rows, need_h, *where):
+    dh = dy.new_empty((rows, dy.shape[1]) if need_h else (0,))
+    return dh, dy.new_empty(0) if kept is None else torch.empty_like(weights)
+
+
+@communicates
+@torch.library.custom_op("fusedcomm::moe_choices", mutates_args=())
+def moe_choices(
+    h: Tensor,
+    table: Tensor,
+    order: Tensor,
+    slot: Tensor,
+    relayed: Tensor,
+    num_experts: int,
+    owners: str,
+    align: int,
+    capacity: int | None,
+    max_tokens: int | None,
+    group: str,
+    channel: str,
+    engine: str,
+) -> Tensor:
+    """The rows that ``moe_combine`` keeps, sent once more."""
+    where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
+    what = f"choices of {h.dtype} [{h.shape[1]}]"
+    run = _decide("combine", h, slot.shape[1], what, where)
+    routed = run.routed(table, order, slot, relayed)
+    if run.plan.across:
+        return run.engine.choices(run.comm, run.plan, h, routed)
+    return run.engine.combine(run.comm, run.plan, h, None, routed, True)[1]
+
+
+@moe_choices.register_fake
+def _(h, table, order, slot, relayed, *where):
+    return _kept(h, slot, h.shape[1], True, where)

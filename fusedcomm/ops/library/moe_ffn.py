@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedcomm.engines.experts import Experts, Style
 from fusedcomm.ops.library.effects import communicates
-from fusedcomm.ops.library.moe import Where, _decide, _received, moe_weight_grad
+from fusedcomm.ops.library.moe import Where, _decide, _kept, _received, _said, _weight_grad
 
 
 @communicates
@@ -25,6 +25,7 @@ def moe_ffn(
     table: Tensor,
     order: Tensor,
     slot: Tensor,
+    relayed: Tensor,
     keep_rows: bool,
     keep_choices: bool,
     activation: str,
@@ -42,8 +43,8 @@ def moe_ffn(
 ) -> list[Tensor]:
     """y ``[T, hidden]``, and what the backward pass needs, where it is kept.
 
-    That is: the rows ``[received, hidden]``, z ``[received, width]``, and the finished rows by
-    token and choice ``[T, k, hidden]``. ``sent`` is what ``moe_send`` returned, if it was called.
+    That is: the rows ``[received, hidden]``, z ``[received, width]``, and the finished rows, as in
+    ``moe_combine``. ``sent`` is what ``moe_send`` returned, if it was called.
     """
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
     style = Style(activation, layout, transposed)
@@ -54,7 +55,7 @@ def moe_ffn(
         x,
         weights,
         Experts(w13, w2, b13, b2, style),
-        run.routed(table, order, slot),
+        run.routed(table, order, slot, relayed),
         keep_rows,
         keep_choices,
         None if sent is None else int(sent),
@@ -68,6 +69,7 @@ def moe_send(
     table: Tensor,
     order: Tensor,
     slot: Tensor,
+    relayed: Tensor,
     num_experts: int,
     owners: str,
     align: int,
@@ -80,7 +82,9 @@ def moe_send(
     """Begin a ``moe_ffn``: its rows set out. Returns what ends it, int64 ``[]`` in CPU memory."""
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
     run = _decide("moe_send", x, slot.shape[1], f"{x.dtype} [{x.shape[1]}]", where)
-    return torch.tensor(run.engine.moe_send(run.comm, run.plan, x, run.routed(table, order, slot)))
+    return torch.tensor(
+        run.engine.moe_send(run.comm, run.plan, x, run.routed(table, order, slot, relayed))
+    )
 
 
 @moe_send.register_fake
@@ -89,29 +93,28 @@ def _(x, *rest):
 
 
 def _text(x: Tensor, weights: Tensor | None, style: Style) -> str:
-    weighted = "" if weights is None else " weighted"
-    return f"{x.dtype} [{x.shape[1]}]{weighted} {style.activation}"
+    return f"{x.dtype} [{x.shape[1]}]{_said(weights)} {style.activation}"
 
 
 @moe_ffn.register_fake
 def _(
-    x, weights, w13, w2, b13, b2, table, order, slot, keep_rows, keep_choices,
+    x, weights, w13, w2, b13, b2, table, order, slot, relayed, keep_rows, keep_choices,
     activation, layout, transposed, num_experts, owners, align, capacity, *where,
 ):  # fmt: skip
-    (tokens, k), hidden = slot.shape, x.shape[1]
+    hidden = x.shape[1]
     width = w13.shape[2 if transposed else 1]
     rows = _received(capacity) if keep_rows else 0
     return [
         torch.empty_like(x, memory_format=torch.contiguous_format),
         x.new_empty((rows, hidden) if keep_rows else (0,)),
         x.new_empty((rows, width) if keep_rows else (0,)),
-        x.new_empty((tokens, k, hidden) if keep_choices else (0,)),
+        _kept(x, slot, hidden, keep_choices, where[:-1]),
     ]
 
 
 def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    x, weights, w13, w2, b13, b2, *routing = inputs[:9]
-    ctx.kept, ctx.style, ctx.where = bool(inputs[10]), inputs[11:14], inputs[14:22]
+    x, weights, w13, w2, b13, b2, *routing = inputs[:10]
+    ctx.kept, ctx.style, ctx.where = bool(inputs[11]), inputs[12:15], inputs[15:23]
     ctx.present = [tensor is not None for tensor in (weights, b13, b2)]
     ctx.set_materialize_grads(False)
     optional = [tensor for tensor in (weights, b13, b2) if tensor is not None]
@@ -119,28 +122,22 @@ def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple:
-    dy = grads[0]
-    if dy is None:
-        return (None,) * 23
-    w13, w2, table, order, slot, rows, z, kept, *optional = ctx.saved_tensors
+    dy, needs = grads[0], list(ctx.needs_input_grad[:6])
+    if dy is None or not any(needs):
+        return (None,) * 24
+    w13, w2, table, order, slot, relayed, rows, z, kept, *optional = ctx.saved_tensors
     present = iter(optional)
     weights, b13, b2 = (next(present) if there else None for there in ctx.present)
-    needs = list(ctx.needs_input_grad[:6])
-    d_weights = None
-    if needs[1] and weights is not None:
-        if not ctx.kept:
-            kept = moe_ffn_choices(z, w13, w2, b13, b2, table, order, slot, *ctx.style, *ctx.where)
-        d_weights = moe_weight_grad(kept, slot, dy, weights.dtype)
-    found: list[Tensor | None] = [None] * 5
-    wanted = [needs[0], *needs[2:]]
-    if any(wanted):
-        made = moe_ffn_grads(
-            dy, weights, w13, w2, b13, b2, table, order, slot, rows, z, wanted,
-            *ctx.style, *ctx.where,
-        )  # fmt: skip
-        found = [grad if needed else None for grad, needed in zip(made, wanted, strict=True)]
-    dx, *d_experts = found
-    return (dx, d_weights, *d_experts, *[None] * 17)
+    routing = (table, order, slot, relayed)
+    if not needs[1]:
+        kept = None
+    elif not ctx.kept:
+        kept = moe_ffn_choices(z, w13, w2, b13, b2, *routing, *ctx.style, *ctx.where)
+    made = moe_ffn_grads(
+        dy, weights, w13, w2, b13, b2, *routing, rows, z, kept, needs, *ctx.style, *ctx.where
+    )
+    found = [grad if needed else None for grad, needed in zip(made, needs, strict=True)]
+    return (*found, *[None] * 18)
 
 
 moe_ffn.register_autograd(_backward, setup_context=_setup)
@@ -158,8 +155,10 @@ def moe_ffn_grads(
     table: Tensor,
     order: Tensor,
     slot: Tensor,
+    relayed: Tensor,
     rows: Tensor,
     z: Tensor,
+    kept: Tensor | None,
     needs: Sequence[bool],
     activation: str,
     layout: str,
@@ -173,33 +172,33 @@ def moe_ffn_grads(
     channel: str,
     engine: str,
 ) -> list[Tensor]:
-    """dx and the gradients of w13, w2, b13 and b2; empty tensors for those not needed."""
+    """The gradients of x, weights, w13, w2, b13 and b2; empty tensors for those not needed.
+
+    ``kept`` is given if the weights' is.
+    """
     where: Where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
     style = Style(activation, layout, transposed)
-    need_x, *others = needs
+    need_x, _, *others = needs
     # What a rank's own experts need is its own affair; whether rows come back is not.
     what = f"{_text(dy, weights, style)}, input gradient {need_x}"
     run = _decide("moe_ffn_backward", dy, slot.shape[1], what, where)
-    found = run.engine.moe_ffn_backward(
-        run.comm,
-        run.plan,
-        dy,
-        weights,
-        rows,
-        z,
-        Experts(w13, w2, b13, b2, style),
-        run.routed(table, order, slot),
-        need_x,
-        others,
-    )
+    routed = run.routed(table, order, slot, relayed)
+    exchange = (run.comm, run.plan, dy, weights, rows, z, Experts(w13, w2, b13, b2, style), routed)
+    if run.plan.across:
+        found = run.engine.moe_ffn_backward(*exchange, kept, need_x, others)
+    else:
+        found = [None] * 5
+        if need_x or any(others):
+            found = run.engine.moe_ffn_backward(*exchange, need_x, others)
+        found = [found[0], _weight_grad(dy, weights, kept, slot), *found[1:]]
     return [dy.new_empty(0) if grad is None else grad for grad in found]
 
 
 @moe_ffn_grads.register_fake
-def _(dy, weights, w13, w2, b13, b2, table, order, slot, rows, z, needs, *rest):
-    like = [dy, w13, w2, b13, b2]
+def _(dy, weights, w13, w2, b13, b2, table, order, slot, relayed, rows, z, kept, needs, *rest):
+    like = [dy, weights, w13, w2, b13, b2]
     return [
-        dy.new_empty(tensor.shape if needed and tensor is not None else (0,))
+        tensor.new_empty(tensor.shape) if needed and tensor is not None else dy.new_empty(0)
         for tensor, needed in zip(like, needs, strict=True)
     ]
 
@@ -215,6 +214,7 @@ def moe_ffn_choices(
     table: Tensor,
     order: Tensor,
     slot: Tensor,
+    relayed: Tensor,
     activation: str,
     layout: str,
     transposed: bool,
@@ -227,18 +227,17 @@ def moe_ffn_choices(
     channel: str,
     engine: str,
 ) -> Tensor:
-    """The finished rows by token and choice ``[T, k, hidden]``, made from z once more."""
+    """The finished rows that ``moe_ffn`` keeps for the weights' gradient, from z once more."""
     where: Where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
     style = Style(activation, layout, transposed)
     what = f"choices of {_text(z, None, style)}"
     run = _decide("moe_ffn_backward", z, slot.shape[1], what, where)
     experts = Experts(w13, w2, b13, b2, style)
     return run.engine.moe_ffn_choices(
-        run.comm, run.plan, z, experts, run.routed(table, order, slot)
+        run.comm, run.plan, z, experts, run.routed(table, order, slot, relayed)
     )
 
 
 @moe_ffn_choices.register_fake
-def _(z, w13, w2, b13, b2, table, order, slot, activation, layout, transposed, *where):
-    (tokens, k), hidden = slot.shape, w2.shape[2 if transposed else 1]
-    return z.new_empty(tokens, k, hidden)
+def _(z, w13, w2, b13, b2, table, order, slot, relayed, activation, layout, transposed, *where):
+    return _kept(z, slot, w2.shape[2 if transposed else 1], True, where)

@@ -64,7 +64,7 @@ class AddressBook:
         """Learn what people call memory: workspaces and tensors of the open communicators."""
         if self.names.keys() >= set(self._memories):
             return
-        for comm in Communicator.live():
+        for comm in _with_domains(Communicator.live()):
             suffix = f", channel {comm.channel!r}" if comm.channel else ""
             named = [
                 (f"workspace {kind}", w.segments) for kind, w in comm.memory.workspaces.items()
@@ -80,6 +80,14 @@ class AddressBook:
                 for rank, segment in enumerate(segments):
                     if found := self.memory_of(segment.address):
                         self.names[found[0]] = f"{name} of rank {rank}{suffix}"
+
+
+def _with_domains(comms: list[Communicator]) -> Iterator[Communicator]:
+    """Communicators, and those of the domains that groups are cut into."""
+    for comm in comms:
+        yield comm
+        if comm.inside is not None:
+            yield comm.inside
 
 
 def merged(addresses: np.ndarray, size: int) -> np.ndarray:

@@ -1,0 +1,139 @@
+"""The two levels of a call over several domains, and what is under way between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from fusedcomm.between import Between
+from fusedcomm.communicator import Communicator
+from fusedcomm.engines.host.group import agree, as_bytes, finish
+
+
+class Levels:
+    """One call: the two levels of its group, and the steps that it is made of.
+
+    Attributes:
+        mine: this rank's domain.
+        counterparts: the ranks in this one's place, one a domain.
+    """
+
+    def __init__(self, comm: Communicator, text: str, op: str) -> None:
+        """Within ``comm.collective(text)``."""
+        assert comm.inside is not None and comm.between is not None
+        self.comm, self.text, self.op = comm, text, op
+        self.inside: Communicator = comm.inside
+        self.between: Between = comm.between
+        self.mine = comm.between.domain
+        self.domains = comm.topology.domains
+        self.counterparts = [ranks[comm.inside.rank] for ranks in self.domains]
+
+    def named(self, step: str) -> str:
+        """The text of a call inside the domain: it names the whole call and this step."""
+        return f"{self.text}: {step}"
+
+    def agree(self) -> None:
+        """Make sure that the other domains are in the same call."""
+        with self.inside.collective(self.named("agree")):
+            agree(self.comm, self.op)
+
+    def begin(
+        self, step: str, sent: Tensor, sends: Sequence[int], takes: Sequence[int]
+    ) -> Crossing:
+        """Begin to exchange elements of flat tensors with the counterparts.
+
+        A rank that has nothing to give or take joins in: others wait for all counterparts.
+        """
+        received = sent.new_empty(sum(takes))
+        with self.inside.collective(self.named(step)):
+            work = self.inside.torch.start(
+                self.op,
+                lambda: self.between.all_to_all(elements(received), elements(sent), takes, sends),
+            )
+        return Crossing(self, step, received, list(takes), work)
+
+    def spread(self, step: str, own: Tensor, takes: Sequence[int]) -> Crossing:
+        """Begin to give ``own`` to all counterparts; ``takes[d]`` elements come from domain d."""
+        takes = [0 if domain == self.mine else count for domain, count in enumerate(takes)]
+        sends = [0 if domain == self.mine else own.numel() for domain in range(len(self.domains))]
+        return self.begin(step, own.reshape(-1).repeat(len(self.domains) - 1), sends, takes)
+
+
+class Crossing:
+    """Elements that are under way between domains."""
+
+    def __init__(
+        self, levels: Levels, step: str, received: Tensor, takes: list[int], work: Work | None
+    ) -> None:
+        self._levels, self._step, self._work = levels, step, work
+        self._received, self._takes = received, takes
+
+    def finish(self) -> list[Tensor]:
+        """Wait; what came from each domain, flat, empty for the own one."""
+        levels = self._levels
+        with levels.inside.collective(levels.named(f"{self._step}, arrived")):
+            finish(levels.comm, levels.op, self._work)
+        return list(self._received.split(self._takes))
+
+
+class Parcels:
+    """Tensors of several shapes and dtypes that cross together, in one message to each domain."""
+
+    def __init__(
+        self,
+        levels: Levels,
+        step: str,
+        parcels: Sequence[Sequence[Tensor]],
+        likes: Sequence[Sequence[Like]],
+    ) -> None:
+        """Begin.
+
+        Args:
+            parcels: what goes to each domain, nothing to the own one.
+            likes: of what comes from each domain, the shapes and dtypes.
+        """
+        self._likes = likes
+        flat = [as_flat_bytes(tensor) for parcel in parcels for tensor in parcel]
+        sent = flat[0] if len(flat) == 1 else torch.cat(flat)
+        sends = [sum(tensor.nbytes for tensor in parcel) for parcel in parcels]
+        takes = [sum(like.nbytes for like in each) for each in likes]
+        self._crossing = levels.begin(step, sent, sends, takes)
+
+    def finish(self) -> list[list[Tensor]]:
+        """Wait; the tensors that came from each domain."""
+        came = self._crossing.finish()
+        return [_unpacked(data, each) for data, each in zip(came, self._likes, strict=True)]
+
+
+class Like(NamedTuple):
+    """What a tensor that comes is like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _unpacked(data: Tensor, likes: Sequence[Like]) -> list[Tensor]:
+    found = []
+    for like, part in zip(likes, data.split([like.nbytes for like in likes]), strict=True):
+        if part.storage_offset() % like.dtype.itemsize:
+            part = part.clone()  # A view of another dtype must lie at a multiple of its size.
+        found.append(part.view(like.dtype).view(like.shape))
+    return found
+
+
+def as_flat_bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def elements(x: Tensor) -> Tensor:
+    """A flat tensor as bytes ``[elements, itemsize]``, whose rows torch may count."""
+    return as_bytes(x.view(-1, 1))
