@@ -66,10 +66,13 @@ def results(fn: Callable[..., Tensor], count: int) -> list[Tensor]:
     return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y) * 0.5)]
 
 
-def compiled(rank: int) -> None:
-    for fn in (static, dynamic, layer, layer_static, layer_beside):
+FUNCTIONS = (static, dynamic, layer, layer_static, layer_beside)
+
+
+def compiled(rank: int, backend: str, functions: tuple[Any, ...]) -> None:
+    for fn in functions:
         torch._dynamo.reset()
-        made: Any = torch.compile(fn, fullgraph=True, backend="aot_eager")
+        made: Any = torch.compile(fn, fullgraph=True, backend=backend)
         for count in (8, 5)[: dist.get_world_size()]:
             right = results(fn, count)
             x, ids, weights = tokens(count)
@@ -83,7 +86,11 @@ def compiled(rank: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_compiled_as_eager(pools: Pools, world_size: int) -> None:
-    pools(world_size).run(compiled, timeout_s=120)
+    pools(world_size).run(compiled, "aot_eager", FUNCTIONS, timeout_s=120)
+
+
+def test_sizes_that_are_data_are_compiled_down_to_code(pools: Pools) -> None:
+    pools(2).run(compiled, "inductor", (dynamic,), timeout_s=120)
 
 
 def checkpointed(rank: int) -> None:

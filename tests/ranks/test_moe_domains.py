@@ -285,30 +285,34 @@ def test_some_gradients(pools: Pools) -> None:
     pools(4, FUSEDCOMM_DOMAINS=INTERLEAVED).run(frozen)
 
 
-def compiled(rank: int) -> None:
+def compiled(rank: int, backend: str) -> None:
     """Compilers see what comes of it, and keep it."""
-    w13 = torch.randn(2, 6, HIDDEN, generator=torch.Generator().manual_seed(rank))
-    w2 = torch.randn(2, HIDDEN, 3, generator=torch.Generator().manual_seed(rank))
+    generator = torch.Generator().manual_seed(rank)
+    w13 = torch.randn(2, 6, HIDDEN, generator=generator)
+    w2 = torch.randn(2, HIDDEN, 3, generator=generator)
 
     def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return fc.moe_ffn(x * 2, ids, weights, w13, w2, num_experts=8) + 1
 
+    def pair(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        d = fc.dispatch(x * 2, ids, weights, 8)
+        return fc.combine(d.x * 3, d)
+
     x, ids, weights = routing(rank)
-    eager, traced = [], []
-    for function, found in (
-        (layer, eager),
-        (torch.compile(layer, fullgraph=True, backend="aot_eager"), traced),
-    ):
-        leaf, factors = x.clone().requires_grad_(), weights.clone().requires_grad_()
-        y = function(leaf, ids.clamp(max=8), factors)
-        y.sum().backward()
-        found += [y.detach(), leaf.grad, factors.grad]
-    for one, other in zip(eager, traced, strict=True):
-        torch.testing.assert_close(one, other)
+    for eager in (layer, pair):
+        torch._dynamo.reset()
+        found = []
+        for function in (eager, torch.compile(eager, fullgraph=True, backend=backend)):
+            leaf, factors = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            y = function(leaf, ids.clamp(max=8), factors)
+            y.sum().backward()
+            found.append([y.detach(), leaf.grad, factors.grad])
+        torch.testing.assert_close(found[1], found[0])
 
 
-def test_compiled(pools: Pools) -> None:
-    pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(compiled, timeout_s=120)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(pools: Pools, backend: str) -> None:
+    pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(compiled, backend, timeout_s=180)
 
 
 # Faults

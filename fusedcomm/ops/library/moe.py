@@ -22,7 +22,8 @@ nothing that autograd could see leads from d.x to h. So dispatch returns an **an
 empty tensor that combine takes in, and every rank takes part in every backward pass.
 
 Rows of a token are added in float32 and rounded once. Sizes are static with ``capacity``; without
-it the number of rows is data and unknown to a compiler.
+it the number of rows is data and unknown to a compiler. Ops with several results return lists: up
+to torch 2.13 Inductor does not find the unknown sizes of an ordered effect that returns a tuple.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def moe_route(
     group: str,
     channel: str,
     engine: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     """The routing of ids ``[T, k]``, agreed on by all ranks.
 
     Returns:
@@ -108,7 +109,7 @@ def moe_route(
     relayed = torch.empty(0, dtype=torch.int32)
     if run.plan.across:
         relayed = run.engine.exchange_choices(*call, table, slot)
-    return table, order, slot, relayed, *rest
+    return [table, order, slot, relayed, *rest]
 
 
 @moe_route.register_fake
@@ -119,14 +120,14 @@ def _(ids, overflow, num_experts, owners, align, capacity, max_tokens, group, ch
     size = (comm.world_size, num_experts)
     across = is_across(comm, ids.device, engine)
     relayed = torch.library.get_ctx().new_dynamic_size() if across else 0
-    return (
+    return [
         torch.empty(size, dtype=torch.int64, device=table_device(ids.device, capacity)),
         ids.new_empty(ids.shape[0] * ids.shape[1], dtype=torch.int64),
         ids.new_empty(ids.shape, dtype=torch.int64),
         torch.empty(relayed, dtype=torch.int32, device="cpu"),
         *(ids.new_empty(local, dtype=torch.int32) for _ in range(3)),
         ids.new_empty((), dtype=torch.int64),
-    )
+    ]
 
 
 def _received(capacity: int | None) -> Any:
@@ -149,27 +150,27 @@ def moe_dispatch(
     group: str,
     channel: str,
     engine: str,
-) -> tuple[Tensor, Tensor]:
+) -> list[Tensor]:
     """This rank's rows ``[received, hidden]`` of all ranks' tokens ``[T, hidden]``; the anchor."""
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
     run = _decide("dispatch", x, slot.shape[1], f"{x.dtype} [{x.shape[1]}]", where)
     routed = run.routed(table, order, slot, relayed)
-    return run.engine.dispatch(run.comm, run.plan, x, None, routed), x.new_empty(0)
+    return [run.engine.dispatch(run.comm, run.plan, x, None, routed), x.new_empty(0)]
 
 
 @moe_dispatch.register_fake
 def _(x, table, order, slot, relayed, num_experts, owners, align, capacity, *where):
-    return x.new_empty(_received(capacity), x.shape[1]), x.new_empty(0)
+    return [x.new_empty(_received(capacity), x.shape[1]), x.new_empty(0)]
 
 
-def _dispatch_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _dispatch_setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     _, *routing = inputs[:5]
     ctx.where = inputs[5:]
     ctx.save_for_backward(*routing)
 
 
-def _dispatch_backward(ctx: Any, d_rows: Tensor, _: Tensor) -> tuple:
-    dx, _ = moe_combine(d_rows, None, None, *ctx.saved_tensors, False, *ctx.where)
+def _dispatch_backward(ctx: Any, grads: list[Tensor]) -> tuple:
+    dx, _ = moe_combine(grads[0], None, None, *ctx.saved_tensors, False, *ctx.where)
     return (dx, *[None] * 12)
 
 
@@ -195,7 +196,7 @@ def moe_combine(
     group: str,
     channel: str,
     engine: str,
-) -> tuple[Tensor, Tensor]:
+) -> list[Tensor]:
     """``y[t] = Σ_j weights[t, j] · row of (t, j)``, and these rows if kept (see above).
 
     They are h's rows ``[received, hidden]`` of all ranks.
@@ -203,12 +204,12 @@ def moe_combine(
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
     run = _decide("combine", h, slot.shape[1], f"{h.dtype} [{h.shape[1]}]{_said(weights)}", where)
     routed = run.routed(table, order, slot, relayed)
-    return run.engine.combine(run.comm, run.plan, h, weights, routed, keep)
+    return [*run.engine.combine(run.comm, run.plan, h, weights, routed, keep)]
 
 
 @moe_combine.register_fake
 def _(h, weights, anchor, table, order, slot, relayed, keep, *where):
-    return h.new_empty(slot.shape[0], h.shape[1]), _kept(h, slot, h.shape[1], keep, where)
+    return [h.new_empty(slot.shape[0], h.shape[1]), _kept(h, slot, h.shape[1], keep, where)]
 
 
 def _said(weights: Tensor | None) -> str:
@@ -225,7 +226,7 @@ def _kept(like: Tensor, slot: Tensor, hidden: int, keep: bool, where: tuple) -> 
     return like.new_empty(*slot.shape, hidden)
 
 
-def _combine_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _combine_setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     h, weights, anchor, *routing = inputs[:7]
     ctx.rows, ctx.where = h.shape[0], inputs[8:]
     ctx.anchored = None if anchor is None else anchor.dtype
@@ -237,7 +238,8 @@ def _combine_setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> No
     ctx.save_for_backward(*routing, *weighted)
 
 
-def _combine_backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple:
+def _combine_backward(ctx: Any, grads: list[Tensor | None]) -> tuple:
+    dy = grads[0]
     *routing, weights, kept = [*ctx.saved_tensors, None, None][:6]
     need_h, need_weights, need_anchor = ctx.needs_input_grad[:3]
     dh = d_weights = d_anchor = None
