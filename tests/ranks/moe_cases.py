@@ -95,7 +95,8 @@ def choose(case: Case, rank: int, world_size: int, generator: torch.Generator) -
         masked = torch.rand(tokens, k, generator=generator) < 0.4
         masked |= torch.rand(tokens, 1, generator=generator) < 0.2
         wrong = torch.tensor([-1, experts, -(2**31), experts + 1000])
-        return torch.where(masked, wrong[torch.arange(tokens * k).reshape(tokens, k) % 4], ids)
+        which = torch.randint(0, len(wrong), (tokens, k), generator=generator)
+        return torch.where(masked, wrong[which], ids)
     assert case.routing == "random", case.routing
     return ids
 

@@ -30,7 +30,7 @@ CASES = [
 ]
 
 
-def in_flight(rank: int) -> None:
+def in_flight(rank: int, engine: str = "auto") -> None:
     """Forward passes of several micro-batches, then their backward passes, in any order."""
     world_size = dist.get_world_size()
     comms = [fc.Communicator.of(channel=name) for name in ("one", "two")]
@@ -45,7 +45,7 @@ def in_flight(rank: int) -> None:
         for i, problem in enumerate(problems):  # two on one channel, one on another
             x = problem.xs[rank].float().requires_grad_()
             weights = problem.weights[rank].float().requires_grad_()
-            d = fc.dispatch(x, problem.ids[rank], weights, 8, group=comms[i % 2])
+            d = fc.dispatch(x, problem.ids[rank], weights, 8, group=comms[i % 2], engine=engine)
             started.append((x, weights, d, problem))
         ys = [fc.combine(d.x * 3.0, d) for _, _, d, _ in reversed(started)][::-1]
         for i in backwards:
