@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fusedcomm.engines.experts import ACTIVATIONS, GATED, LAYOUTS
 from fusedcomm.nn.sharded import ShardedModule, local
+from fusedcomm.ops.autocast import autocast
 from fusedcomm.ops.checks_moe import check_placement
 from fusedcomm.ops.moe import Placed, combine, dispatch, moe_ffn
 
@@ -33,6 +34,10 @@ class Experts(ShardedModule):
     gate_up_proj_bias ``[E_local, 2 I]``         with ``bias``; ``up_proj_bias [E_local, I]``
     down_proj_bias    ``[E_local, H]``           with ``bias``
     ================= ========================== =======================================
+
+    Attributes:
+        dropped: int64 ``[]``, with ``overflow="drop"``: how many of the last call's choices on this
+            rank found no room.
 
     Args:
         hidden, ffn: features outside and inside of one expert.
@@ -112,6 +117,7 @@ class Experts(ShardedModule):
         self.layout = layout
         self.transposed = transposed
         self.passed = passed
+        self.dropped: Tensor | None = None
         self.up_name = "gate_up_proj" if gated else "up_proj"
         names = [self.up_name, "down_proj"]
         if bias:
@@ -193,13 +199,20 @@ class Experts(ShardedModule):
             ``[T, hidden]``; with ``beside``, this and its result.
         """
         w13, w2, b13, b2 = self.weights()
+        dropped = None
+        if self.passed.get("overflow") == "drop":
+            # A new one for each call: nothing that is returned changes afterwards.
+            dropped = self.dropped = torch.zeros((), dtype=torch.int64, device=x.device)
         common: dict[str, Any] = {
             "num_experts": self.num_experts,
             "group": self.comm,
             "placement": self.placement,
         }
         if callable(self.activation):
+            x, _, _ = autocast(x, (), ())
             routed = dispatch(x, ids, weights, **common, **self.passed)
+            if dropped is not None:
+                dropped.copy_(routed.dropped)
             rows = expert_by_expert(routed.x, routed.offs, self._one_expert)
             if not self.local_experts:  # their gradients, too, are of no experts rather than None
                 rows = rows + sum(w.sum() for w in self.weights() if w is not None)
@@ -217,6 +230,7 @@ class Experts(ShardedModule):
             layout=self.layout,
             transposed=self.transposed,
             beside=beside,
+            dropped=dropped,
             **common,
             **self.passed,
         )

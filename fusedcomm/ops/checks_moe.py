@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,6 +88,11 @@ def check_terms(
     placement: Sequence[int] | Tensor | None,
 ) -> tuple[int, ...]:
     """Check what all ranks must have alike; returns the rank of every expert, () for blocks."""
+    whole = {"num_experts": num_experts, "align": align}
+    whole |= {"capacity": capacity or 0, "max_tokens": max_tokens or 0}
+    for name, value in whole.items():
+        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+            raise ValueError(f"{name} must be an integer; got {value!r}")
     if num_experts < 1:
         raise ValueError(f"num_experts must be positive; got {num_experts}")
     if align < 1:
@@ -160,3 +166,20 @@ def check_experts(
                 f"{activation!r}, transposed={transposed}; got {got}"
             )
         check_like(name, tensor, x)
+
+
+def check_beside(x: Tensor, beside: Any, dropped: Any) -> None:
+    """Check what is called while rows are on their way, and where dropped choices are counted."""
+    if beside is not None and not callable(beside):
+        raise ValueError(f"beside must be a function; got {type(beside).__name__}")
+    if dropped is None:
+        return
+    if not isinstance(dropped, Tensor) or dropped.dtype != torch.int64 or dropped.dim():
+        got = (
+            f"{dropped.dtype} {list(dropped.shape)}"
+            if isinstance(dropped, Tensor)
+            else type(dropped).__name__
+        )
+        raise ValueError(f"dropped must be a tensor, int64 of no dimension; got {got}")
+    if dropped.device != x.device:
+        raise ValueError(f"dropped lies on {dropped.device}, but x on {x.device}")

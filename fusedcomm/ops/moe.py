@@ -30,6 +30,7 @@ from fusedcomm.communicator import Communicator
 from fusedcomm.ops.autocast import autocast
 from fusedcomm.ops.checks import check_engine
 from fusedcomm.ops.checks_moe import (
+    check_beside,
     check_choices,
     check_experts,
     check_num_tokens,
@@ -234,6 +235,7 @@ def moe_ffn(
     save_rows: bool = True,
     engine: str = "auto",
     beside: Callable[[], Any] | None = None,
+    dropped: Tensor | None = None,
 ) -> Any:
     """Dispatch, experts and combine at once, overlapped; differentiable in all but the ids.
 
@@ -256,6 +258,8 @@ def moe_ffn(
         beside: called while the rows are on their way (a shared expert, say). It may communicate,
             but for another mixture of experts it needs another channel. If it raises, the other
             ranks' calls do, too, and the communicator is unusable.
+        dropped: int64 ``[]`` on x's device; it is set to the number of this rank's choices that
+            found no room (``overflow="drop"``).
 
     Returns:
         y ``[…, hidden]``; zeros for a token of no expert. With ``beside``, y and its result.
@@ -273,9 +277,12 @@ def moe_ffn(
     )
     local = local_experts(num_experts, address.rank, address.world_size, owners)
     check_experts(x, w13, w2, b13, b2, local, activation, layout, transposed)
+    check_beside(x, beside, dropped)
     where = _where(num_experts, owners, align, capacity, max_tokens, address, engine)
     ids = _ids_of(topk_ids, num_tokens)
-    *routing, _, _, _, _ = direct(library.moe_route, ids)(ids, overflow, *where)
+    *routing, _, _, _, lost = direct(library.moe_route, ids)(ids, overflow, *where)
+    if dropped is not None:
+        dropped.copy_(lost)
     rows = x.reshape(-1, x.shape[-1])
     weights = None if topk_weights is None else topk_weights.reshape(ids.shape)
     sent = result = None

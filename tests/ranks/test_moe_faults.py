@@ -213,6 +213,10 @@ DISPATCH: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "weights of integers": ((_X, _IDS, _IDS, E), {}, "floats, or None; got torch.int64"),
     "weights of another shape": ((_X, _IDS, _W[:, :1], E), {}, r"shape of topk_ids, \[5, 2\]"),
     "no experts": ((_X, _IDS, _W, 0), {}, "num_experts must be positive; got 0"),
+    "a number of experts that is none": ((_X, _IDS, _W, 6.0), {}, "num_experts must be an integer"),
+    "align of a half": ((_X, _IDS, _W, E), {"align": 1.5}, "align must be an integer; got 1.5"),
+    "a capacity of floats": ((_X, _IDS, _W, E), {"capacity": 9.0}, "capacity must be an integer"),
+    "a flag for max_tokens": ((_X, _IDS, _W, E), {"max_tokens": True}, "max_tokens must be an int"),
     "align of 0": ((_X, _IDS, _W, E), {"align": 0}, "align must be positive; got 0"),
     "negative capacity": ((_X, _IDS, _W, E), {"capacity": -1}, "capacity must not be negative"),
     "another overflow": ((_X, _IDS, _W, E), {"overflow": "wrap"}, "'error' or 'drop'; got 'wrap'"),
@@ -232,6 +236,14 @@ FFN: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "other experts in w2": ((_W13, _W2[:5]), {}, "w2 has 5 experts, but this rank has 6"),
     "b2 of another shape": ((_W13, _W2), {"b2": torch.ones(E, F)}, r"b2 must be \[6, 8\]"),
     "another dtype": ((_W13.half(), _W2), {}, "w13 is torch.float16, but x is torch.float32"),
+    "nothing to call beside": ((_W13, _W2), {"beside": 3}, "beside must be a function; got int"),
+    "dropped is a number": ((_W13, _W2), {"dropped": 0}, "dropped must be a tensor.*got int"),
+    "dropped of another shape": (
+        (_W13, _W2), {"dropped": torch.zeros(1, dtype=torch.int64)}, r"got torch.int64 \[1\]",
+    ),
+    "dropped of another dtype": (
+        (_W13, _W2), {"dropped": torch.zeros(())}, r"int64 of no dimension; got torch.float32 \[\]",
+    ),
     "experts of all, said to be more": (
         (_W13, _W2), {"num_experts": 12}, "w13 has 6 experts, but this rank has 12",
     ),

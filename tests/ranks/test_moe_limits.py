@@ -45,6 +45,14 @@ def dropped(rank: int, engine: str, world_size: int) -> list[int]:
         torch.testing.assert_close(y, x * 2.0 * taken)
         y.sum().backward()
         torch.testing.assert_close(x.grad, (2.0 * taken).expand(6, 8))
+        # moe_ffn drops and counts the same.
+        generator, local = torch.Generator().manual_seed(7), len(d.counts)
+        w13, w2 = (torch.rand(local, *s, generator=generator) for s in ((12, 8), (8, 6)))
+        count, left = torch.tensor(-1), torch.tensor(-1)
+        arguments = {"num_experts": 4, "overflow": "drop", **options}
+        found = fc.moe_ffn(x, everyone[rank], None, w13, w2, dropped=count, **arguments)
+        right = fc.moe_ffn(x, mine, None, w13, w2, dropped=left, **arguments)
+        assert torch.equal(found, right) and torch.equal(count, d.dropped) and int(left) == 0
         # Another time the same call is an error, on every rank, and does no harm.
         if any(full):
             with pytest.raises(fc.CapacityError, match=f"but capacity is {capacity}"):

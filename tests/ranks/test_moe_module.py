@@ -252,6 +252,72 @@ def check_autocast(rank: int) -> None:
         assert relative_error(parameter.grad, other.grad) < 0.02, name
 
 
+def check_autocast_of_a_function(rank: int) -> None:
+    """Experts by a function travel, compute and come back in autocast's dtype, too."""
+    named, own = (
+        MoE(HIDDEN, FFN, EXPERTS, TOP_K, activation=activation, bias=True)
+        for activation in ("swiglu", ACTIVATIONS["swiglu"])
+    )
+    load_full_state_dict(own, full_state_dict(named))
+    x = inputs()[0].float().split(TOKENS[own.experts.comm.world_size])[rank]
+    with torch.autocast("cpu", dtype=torch.bfloat16), fc.trace() as recorded:
+        y, right = own(x), named(x)
+    assert y.dtype == right.dtype == torch.bfloat16
+    assert relative_error(y, right) < 0.02
+    assert recorded.plans
+    y.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in own.parameters())
+
+
+def check_one_choice(rank: int) -> None:
+    """With k = 1 the router learns where its weights are not renormalised to 1."""
+    router = Router(HIDDEN, EXPERTS, 1, renormalize=False, dtype=torch.float64)
+    moe = MoE(HIDDEN, FFN, EXPERTS, 1, router=router, dtype=torch.float64)
+    full = {n: v.requires_grad_() for n, v in full_state_dict(moe).items()}
+    x, dy = inputs()
+    rows = []
+    for row, dy_row in zip(x, dy, strict=True):
+        scores = (full["router.weight"] @ row).softmax(0)
+        e = int(scores.argmax())
+        z = full["experts.gate_up_proj"][e] @ row
+        y = scores[e] * (full["experts.down_proj"][e] @ ACTIVATIONS["swiglu"](z))
+        rows.append((y * dy_row).sum())
+    torch.stack(rows).sum().backward()
+    moe(own(x, rank)).backward(own(dy, rank))
+    grads = {n: v.grad for n, v in full.items()}
+    assert grads["router.weight"].norm() > 1e-3
+    check_gradients(moe, grads)
+
+
+def check_dropped(rank: int, activation: Any) -> None:
+    """The layer says how many choices found no room; what remains is computed."""
+    options = {"capacity": 6, "overflow": "drop", "activation": activation}
+    moe = made(options)
+    assert moe.experts.dropped is None
+    x, _ = inputs()
+    mine = own(x, rank)
+    lost = []
+    for _ in range(2):
+        y, routing = moe(mine, return_routing=True)
+        d = fc.dispatch(mine, routing.ids, None, EXPERTS, capacity=6, overflow="drop")
+        assert torch.equal(moe.experts.dropped, d.dropped)
+        lost.append(moe.experts.dropped)
+    assert lost[0] is not lost[1]
+    total = fc.all_reduce(lost[0].double().reshape(1))
+    world_size = moe.experts.comm.world_size
+    assert total.item() > 0 and total.item() >= 9 * TOP_K - 6 * world_size
+    full = full_state_dict(moe)
+    slots = d.routing.slot
+    expected = torch.zeros_like(mine)
+    act = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+    for token, choice in (slots >= 0).nonzero().tolist():
+        e = int(routing.ids[token, choice])
+        z = full[f"experts.{moe.experts.up_name}"][e] @ mine[token]
+        row = full["experts.down_proj"][e] @ act(z)
+        expected[token] += routing.weights[token, choice] * row
+    assert relative_error(y, expected) < 1e-12
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -366,6 +432,21 @@ def test_ways_to_train(pools: Pools, world_size: int) -> None:
 
 def test_autocast(pools: Pools) -> None:
     pools(2).run(check_autocast)
+
+
+def test_autocast_of_a_function(pools: Pools) -> None:
+    pools(2).run(check_autocast_of_a_function)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_one_choice(pools: Pools, world_size: int) -> None:
+    pools(world_size).run(check_one_choice)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", softsign_glu])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_the_layer_drops(pools: Pools, world_size: int, activation: Any) -> None:
+    pools(world_size).run(check_dropped, activation)
 
 
 def test_copies(pools: Pools) -> None:
