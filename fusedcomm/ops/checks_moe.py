@@ -89,7 +89,8 @@ def check_terms(
 ) -> tuple[int, ...]:
     """Check what all ranks must have alike; returns the rank of every expert, () for blocks."""
     whole = {"num_experts": num_experts, "align": align}
-    whole |= {"capacity": capacity or 0, "max_tokens": max_tokens or 0}
+    limits = {"capacity": capacity, "max_tokens": max_tokens}
+    whole |= {name: limit for name, limit in limits.items() if limit is not None}
     for name, value in whole.items():
         if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
             raise ValueError(f"{name} must be an integer; got {value!r}")
