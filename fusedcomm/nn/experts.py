@@ -36,8 +36,8 @@ class Experts(ShardedModule):
     ================= ========================== =======================================
 
     Attributes:
-        dropped: int64 ``[]``, with ``overflow="drop"``: how many of the last call's choices on this
-            rank found no room.
+        dropped: a buffer, int64 ``[]``, with ``overflow="drop"``: how many of the last call's
+            choices on this rank found no room. Not part of the state dict.
 
     Args:
         hidden, ffn: features outside and inside of one expert.
@@ -61,6 +61,8 @@ class Experts(ShardedModule):
         ValueError: activation, layout or the name of an argument is none of these, or placement
             does not name a rank of the group for every expert.
     """
+
+    dropped: Tensor | None
 
     shard_dims = dict.fromkeys(
         (
@@ -117,7 +119,10 @@ class Experts(ShardedModule):
         self.layout = layout
         self.transposed = transposed
         self.passed = passed
-        self.dropped: Tensor | None = None
+        # A buffer, not a new tensor for each call: compilers follow that under checkpointing, too.
+        count = torch.zeros((), dtype=torch.int64, device=device)
+        drops = passed.get("overflow") == "drop"
+        self.register_buffer("dropped", count if drops else None, persistent=False)
         self.up_name = "gate_up_proj" if gated else "up_proj"
         names = [self.up_name, "down_proj"]
         if bias:
@@ -158,6 +163,8 @@ class Experts(ShardedModule):
         Every rank draws all experts and keeps its own, so ranks with the same random state hold
         parts of one and the same mixture, whatever their number, and stay in step.
         """
+        if self.dropped is not None:
+            self.dropped.zero_()
         place = {expert: i for i, expert in enumerate(self.local_experts)}
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -199,10 +206,6 @@ class Experts(ShardedModule):
             ``[T, hidden]``; with ``beside``, this and its result.
         """
         w13, w2, b13, b2 = self.weights()
-        dropped = None
-        if self.passed.get("overflow") == "drop":
-            # A new one for each call: nothing that is returned changes afterwards.
-            dropped = self.dropped = torch.zeros((), dtype=torch.int64, device=x.device)
         common: dict[str, Any] = {
             "num_experts": self.num_experts,
             "group": self.comm,
@@ -211,8 +214,8 @@ class Experts(ShardedModule):
         if callable(self.activation):
             x, _, _ = autocast(x, (), ())
             routed = dispatch(x, ids, weights, **common, **self.passed)
-            if dropped is not None:
-                dropped.copy_(routed.dropped)
+            if self.dropped is not None:
+                self.dropped.copy_(routed.dropped)
             rows = expert_by_expert(routed.x, routed.offs, self._one_expert)
             if not self.local_experts:  # their gradients, too, are of no experts rather than None
                 rows = rows + sum(w.sum() for w in self.weights() if w is not None)
@@ -230,7 +233,7 @@ class Experts(ShardedModule):
             layout=self.layout,
             transposed=self.transposed,
             beside=beside,
-            dropped=dropped,
+            dropped=self.dropped,
             **common,
             **self.passed,
         )

@@ -229,6 +229,8 @@ class MoE(nn.Module):
             "shared_gate": form.shared_gate,
         }
         moe._adopt(experts.to_empty(device=weight.device).adopt(whole))
+        if experts.dropped is not None:
+            experts.dropped.zero_()
         moe._names = {role: name for role, name in roles.items() if name}
         for name in moe._names.values():
             moe.add_module(name, copy.deepcopy(getattr(block, name)))

@@ -293,17 +293,15 @@ def check_dropped(rank: int, activation: Any) -> None:
     """The layer says how many choices found no room; what remains is computed."""
     options = {"capacity": 6, "overflow": "drop", "activation": activation}
     moe = made(options)
-    assert moe.experts.dropped is None
+    assert made({"capacity": 60}).experts.dropped is None
+    assert moe.experts.dropped.item() == 0 and "experts.dropped" not in moe.state_dict()
     x, _ = inputs()
     mine = own(x, rank)
-    lost = []
     for _ in range(2):
         y, routing = moe(mine, return_routing=True)
         d = fc.dispatch(mine, routing.ids, None, EXPERTS, capacity=6, overflow="drop")
         assert torch.equal(moe.experts.dropped, d.dropped)
-        lost.append(moe.experts.dropped)
-    assert lost[0] is not lost[1]
-    total = fc.all_reduce(lost[0].double().reshape(1))
+    total = fc.all_reduce(d.dropped.double().reshape(1))
     world_size = moe.experts.comm.world_size
     assert total.item() > 0 and total.item() >= 9 * TOP_K - 6 * world_size
     full = full_state_dict(moe)
@@ -316,6 +314,24 @@ def check_dropped(rank: int, activation: Any) -> None:
         row = full["experts.down_proj"][e] @ act(z)
         expected[token] += routing.weights[token, choice] * row
     assert relative_error(y, expected) < 1e-12
+
+
+def check_dropped_compiled(rank: int) -> None:
+    """Compilers see the count, under activation checkpointing, too."""
+    moe = made({"capacity": 6, "overflow": "drop"})
+    mine = own(inputs()[0], rank)
+    y = moe(mine)
+    count = moe.experts.dropped.item()
+
+    def recomputed(x: Tensor) -> Tensor:
+        return checkpoint(moe, x, use_reentrant=False)
+
+    for function in (moe, recomputed):
+        moe.experts.dropped.fill_(-1)
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        assert relative_error(compiled(mine), y) < 1e-14
+        assert moe.experts.dropped.item() == count
+    torch._dynamo.reset()
 
 
 class Block(nn.Module):
@@ -447,6 +463,10 @@ def test_one_choice(pools: Pools, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_the_layer_drops(pools: Pools, world_size: int, activation: Any) -> None:
     pools(world_size).run(check_dropped, activation)
+
+
+def test_what_the_layer_drops_compiled(pools: Pools) -> None:
+    pools(2).run(check_dropped_compiled, timeout_s=120)
 
 
 def test_copies(pools: Pools) -> None:
