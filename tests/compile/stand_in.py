@@ -88,7 +88,16 @@ def gpu(capability: int, shared: int) -> Iterator[Driver]:
     """Have calls with ``engine="triton"`` on CPU tensors go where those on GPU tensors go."""
     import triton
 
-    from fusedcomm.engines.triton import config, gather, launch, scatter, tensor_parallel
+    from fusedcomm.engines.triton import (
+        config,
+        experts_grads,
+        gather,
+        launch,
+        moe,
+        routing,
+        scatter,
+        tensor_parallel,
+    )
     from fusedcomm.planning import engine
 
     driver = Driver(capability, shared)
@@ -98,6 +107,14 @@ def gpu(capability: int, shared: int) -> Iterator[Driver]:
 
     def on_gpu(comm: Any, op: str, space: Any, text: str, device: torch.device) -> Any:
         return launches(comm, op, space, text, GPU)
+
+    @contextlib.contextmanager
+    def beside_cpu_tensors(*args: Any) -> Iterator[Any]:
+        """As on a GPU, but what is allocated for the launches lies where the tensors do."""
+        with launches(*args[:4], GPU, *args[5:]) as found:
+            for each in (found, *found.beside):
+                each.device = torch.device("cpu")
+            yield found
 
     with contextlib.ExitStack() as stack:
 
@@ -113,7 +130,9 @@ def gpu(capability: int, shared: int) -> Iterator[Driver]:
         patch(config, _shared_bytes=lambda device: shared, _chip=lambda device: chip)
         patch(launch.Launch, counters=lambda self, n: torch.zeros(n, dtype=torch.int32))
         patch(tensor_parallel, launches=on_gpu)
-        for module in (gather, scatter, tensor_parallel):
+        for module in (moe, routing):
+            patch(module, launches=beside_cpu_tensors)
+        for module in (experts_grads, gather, moe, scatter, tensor_parallel):
             patch(module, tiles_of=lambda device, *sizes, **more: tiles(GPU, *sizes, **more))
         patch(tensor_parallel, reduce_tiles=lambda device: reduced(GPU))
         patch(launch, _loaded=set())

@@ -36,6 +36,8 @@ _INTERPRETED_PROGRAMS = 3
 #: should the driver carry out a small copy by a kernel, there is room for it.
 _SPARE = 4
 
+#: What a launch says to the compiler besides a kernel's arguments.
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_cooperative_grid")
 #: Kernels with the kinds of their arguments that were compiled and loaded in this process.
 _loaded: set[tuple[Any, ...]] = set()
 
@@ -132,6 +134,9 @@ class Launch:
         grid = (max(programs, 1),)
         if self.gpu is not None:
             self._prepare.append(lambda: _load(kernel, grid, arguments))
+        elif unknown := arguments.keys() - {*kernel.arg_names, *_OPTIONS}:
+            # The interpreter would drop them, and only a GPU complain.
+            raise TypeError(f"the kernel for {name!r} takes no {', '.join(sorted(unknown))}")
 
         def start() -> None:
             with span(kind, name, rank=self.rank):

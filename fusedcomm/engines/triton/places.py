@@ -115,11 +115,14 @@ class Places:
             self._launch.world_size,
             "copy",
             "blocks of rows",
+            first_E=self.first_E,
+            first_WE=self.first_WE,
+            counts_WE=self.counts_WE,
             blocks_W=blocks,
+            experts=self.experts,
             block=block,
             BLOCK=triton.next_power_of_2(max(1, self.experts)),
             num_warps=1,
-            **self.arguments(),
         )
         return blocks
 
