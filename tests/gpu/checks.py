@@ -8,7 +8,6 @@ one; a graph is then a recording of its calls, see ``recorded``.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 import fusedcomm as fc
 from fusedcomm.ops.library import tensor_parallel as library
 from tests.gpu import exchange_checks, expert_checks
-from tests.gpu.common import DEVICE, captured, comm_of, settle
+from tests.gpu.common import DEVICE, captured, comm_of, late, settle
 from tests.gpu.running import Check
 from tests.ranks.cases import OPS, Case
 from tests.ranks.checking import check as check_cases
@@ -247,14 +246,6 @@ def growth_during_capture(rank: int, world_size: int) -> None:
     large.check(found, 4)
     settle()
     comm.close()
-
-
-def late() -> None:
-    """Be late, by more than two calls take."""
-    if DEVICE == "cuda":
-        torch.cuda._sleep(2_000_000)  # clock cycles
-    else:
-        time.sleep(0.5)
 
 
 def skew(rank: int, world_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,14 @@ LIMIT_S = 30.0
 def settle() -> None:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
+
+
+def late() -> None:
+    """Be late, by more than two calls take."""
+    if DEVICE == "cuda":
+        torch.cuda._sleep(2_000_000)  # clock cycles
+    else:
+        time.sleep(0.5)
 
 
 def captured(

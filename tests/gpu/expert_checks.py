@@ -17,12 +17,12 @@ from fusedcomm.engines.triton.launch import launches
 from fusedcomm.planning.capacity import drop
 from fusedcomm.planning.routing import Layout, columns_of, place, sort_choices
 from fusedcomm.protocol import Space
-from tests.gpu.common import DEVICE, captured, comm_of, settle
+from tests.gpu.common import DEVICE, captured, comm_of, late, settle
 from tests.gpu.exchange_checks import whole
 
 HIDDEN, FFN, EXPERTS, TOP_K = 64, 64, 5, 2
-#: The most tokens of a rank, and replays of a graph.
-TOKENS, REPLAYS = 29, 6
+#: The most tokens of a rank, replays of a graph, and rounds of calls under skew.
+TOKENS, REPLAYS, ROUNDS = 29, 6, 60
 
 
 class Round(NamedTuple):
@@ -152,6 +152,34 @@ def graph_of_experts(rank: int, world_size: int) -> None:
         mixture.check(found, number)
         if number % 3 == 1:
             mixture.check(mixture.calls(comm), number)
+    settle()
+    comm.close()
+
+
+def skew_of_experts(rank: int, world_size: int) -> None:
+    """Many calls while the ranks are late in turn, from counters that are about to wrap around."""
+    comm = comm_of("skew of experts")
+    comm.first_epoch = 2**31 - 3
+    mixture, wrong = Mixture(rank, world_size), torch.zeros((), dtype=torch.int64, device=DEVICE)
+    x = torch.arange(TOKENS * 8, device=DEVICE).view(TOKENS, 8).float()
+    inputs = [mixture.data(number)[rank] for number in range(4)]
+    right = []
+    for given in inputs:
+        there = torch.arange(TOKENS)[:, None] < given.number
+        taken = (there & (given.ids >= 0) & (given.ids < EXPERTS)).sum(1, keepdim=True)
+        right.append(x * taken.to(DEVICE))
+    ids = [given.ids.to(DEVICE) for given in inputs]
+    room = TOKENS * TOP_K * world_size
+    for number in range(ROUNDS):
+        if number % (5 + rank) == rank:
+            late()
+        some = number % 4
+        d = fc.dispatch(
+            x, ids[some], None, EXPERTS, group=comm, engine="triton", capacity=room,
+            max_tokens=TOKENS, num_tokens=inputs[some].number,
+        )  # fmt: skip
+        wrong += (fc.combine(d.x, d) != right[some]).sum()
+    assert int(wrong) == 0, f"{int(wrong)} elements of {ROUNDS} rounds are wrong"
     settle()
     comm.close()
 
@@ -290,6 +318,7 @@ def capture_without_capacity(rank: int, world_size: int) -> None:
 
 CHECKS = (
     experts,
+    skew_of_experts,
     graph_of_experts,
     graph_of_dropping,
     graph_of_expert_gradients,

@@ -15,7 +15,7 @@ LONG = {"float16", "float32", "pieces", "copy_engine"}
 
 
 def _few_rounds(rank: int, world_size: int, name: str) -> None:
-    with replaced(checks, ROUNDS=5, REPLAYS=4), replaced(expert_checks, REPLAYS=4):
+    with replaced(checks, ROUNDS=5, REPLAYS=4), replaced(expert_checks, REPLAYS=4, ROUNDS=9):
         checks.CHECKS[name](rank, world_size)
 
 
