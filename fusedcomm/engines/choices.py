@@ -15,9 +15,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from fusedcomm.engines.blocks import rows_at_once
+
 Tensor = torch.Tensor
 
-#: Elements of a float32 block of rows.
+#: Elements of a float32 block of rows on a CPU.
 _BLOCK = 1 << 19
 
 
@@ -74,7 +76,7 @@ def _sum_bags(rows: Tensor, index: Tensor, weights: Tensor | None, ends: Tensor)
 
 def _sum_widened(rows: Tensor, index: Tensor, weights: Tensor | None, ends: Tensor) -> Tensor:
     y = rows.new_empty(len(ends), rows.shape[1])
-    most = max(1, _BLOCK // rows.shape[1])  # rows at a time; a bag may be longer
+    most = rows_at_once(rows.device, rows.shape[1], _BLOCK)  # a bag may be longer
     limits, bag, begin = ends.tolist(), 0, 0
     while bag < len(limits):
         last = bag + 1
@@ -101,7 +103,7 @@ def dot_choices(kept: Tensor, slot: Tensor, dy: Tensor, dtype: torch.dtype) -> T
     (tokens, k), hidden = slot.shape, dy.shape[1]
     wide = torch.promote_types(dy.dtype, torch.float32)
     result = dy.new_zeros(tokens, k, dtype=wide)
-    block = max(1, _BLOCK // max(1, k * hidden))
+    block = rows_at_once(dy.device, k * hidden, _BLOCK)
     for start in range(0, tokens, block):
         rows = kept[start : start + block].to(wide)
         result[start : start + block] = (rows @ dy[start : start + block, :, None].to(wide))[..., 0]

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from fusedcomm.engines.blocks import rows_at_once
 from fusedcomm.engines.routed import Routed
 
 Tensor = torch.Tensor
@@ -30,7 +31,7 @@ ACTIVATIONS = (*GATED, "relu2")
 LAYOUTS = ("gate_up", "interleaved")
 
 _ALPHA, _LIMIT = 1.702, 7.0  # gpt-oss's constants
-#: Elements of z that are activated at once, in float32.
+#: Elements of z that are activated at once on a CPU, in float32.
 _BLOCK = 1 << 18
 
 
@@ -98,7 +99,7 @@ def product(x: Tensor, factor: Tensor, bias: Tensor | None, out: Tensor) -> None
 def activate(z: Tensor, style: Style, out: Tensor) -> None:
     """``out = activation(z)``; z ``[rows, width]``, out ``[rows, ffn]``."""
     wide = torch.promote_types(z.dtype, torch.float32)
-    step = max(1, _BLOCK // max(1, z.shape[1]))
+    step = rows_at_once(z.device, z.shape[1], _BLOCK)
     kind = style.activation
     for start in range(0, z.shape[0], step):
         # Widened in one piece, which is several times faster than a half with strides.
@@ -124,7 +125,7 @@ def activate_backward(z: Tensor, da: Tensor, style: Style, a: Tensor, dz: Tensor
         da, a: ``[rows, ffn]``. ``a`` may be the same tensor as ``da``.
     """
     wide = torch.promote_types(z.dtype, torch.float32)
-    step = max(1, _BLOCK // max(1, z.shape[1]))
+    step = rows_at_once(z.device, z.shape[1], _BLOCK)
     for start in range(0, z.shape[0], step):
         rows = slice(start, start + step)
         gate, up = _halves(z[rows].to(wide), style)

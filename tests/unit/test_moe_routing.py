@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusedcomm.engines import blocks
 from fusedcomm.engines.host import units
 from fusedcomm.planning import capacity, relaying, routing
 from fusedcomm.planning.capacity import drop
@@ -25,7 +26,7 @@ from fusedcomm.planning.routing import (
 
 
 def test_examples_in_the_docstrings() -> None:
-    for module in (routing, capacity, relaying, units):
+    for module in (routing, capacity, relaying, units, blocks):
         results = doctest.testmod(module)
         assert results.attempted and not results.failed
 
