@@ -12,8 +12,9 @@ returns   C rows on their way back                      2       all owners, by t
 
 R is ``capacity`` or, without it, the most rows that a rank has received so far; C is
 ``k * max_tokens`` or the most choices that a rank has sent so far. (Inside one of N domains a rank
-has N sources' choices: see ``relaying``.) One slot is enough for the
-counts: all ranks have long read the table when one of them comes to make the next.
+has N sources' choices: see ``relaying``. Kernels that may not look at the table, as there is a
+capacity but no ``max_tokens``, have room for ``W * capacity``.) One slot is enough for the counts:
+all ranks have long read the table when one of them comes to make the next.
 """
 
 from __future__ import annotations

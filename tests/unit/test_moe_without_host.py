@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedcomm.engines.choices import dot_choices
 from fusedcomm.engines.experts import Experts, Style
 from fusedcomm.engines.routed import Routed
 from fusedcomm.engines.triton import config, moe, routing
-from fusedcomm.ops.library.moe import moe_weight_grad
 from fusedcomm.ops.moe import _ids_of
 from fusedcomm.planning.moe import Plan, Terms
 
@@ -120,7 +120,7 @@ def test_no_operation_waits_for_the_gpu(launched: list[Launched], overflow: str)
     moe.moe_ffn_choices(COMM, PLAN, z, own, route)
     found = moe.moe_ffn_backward(COMM, PLAN, y, weights, x_rows, z, own, route, True, [True] * 4)
     assert all(grad is not None for grad in found)
-    moe_weight_grad._init_fn(kept, route.slot, y, torch.float32)
+    dot_choices(kept, route.slot, y, torch.float32)
     kernels = {name for call in launched for name in call.grids}
     assert {"push counts", "wait for all counts", "places of rows", "push rows"} <= kernels
     assert {"experts, up", "experts, down", "gradient of the experts' weights"} <= kernels
