@@ -19,10 +19,15 @@ def copy(target: Tensor, source: Tensor, *_: object) -> None:
 
     What else is given is for those that name a copy.
     """
-    if target.nbytes >= LARGE_BYTES and target.is_contiguous() and source.is_contiguous():
+    if target.nbytes >= LARGE_BYTES and _is_memory(target) and _is_memory(source):
         move(target, source)
     else:
         target.copy_(source)
+
+
+def _is_memory(x: Tensor) -> bool:
+    """Whether the values are what lies in memory: they are not in ``conj()``'s views."""
+    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def move(target: Tensor, source: Tensor) -> None:

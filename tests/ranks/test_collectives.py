@@ -216,3 +216,28 @@ def in_symmetric_memory(rank: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_symmetric_inputs(pools: Pools, world_size: int) -> None:
     pools(world_size).run(in_symmetric_memory)
+
+
+def with_views(rank: int, slot_bytes: int | None) -> None:
+    """Views whose values are not what lies in memory."""
+    n = dist.get_world_size()
+    xs = [torch.randn(2 * n, 3, dtype=torch.complex64) for _ in range(n)]  # alike on all ranks
+    x, right = xs[rank].conj(), [one.conj().resolve_conj() for one in xs]
+    with small_slots(slot_bytes):
+        for _ in range(2):  # made again
+            assert torch.equal(fc.all_gather(x), torch.cat(right))
+            assert torch.equal(fc.all_to_all(x), torch.cat([one.chunk(n)[rank] for one in right]))
+            assert torch.equal(fc.broadcast(x, n - 1), right[-1])
+            out = torch.empty(2 * n * n, 3, dtype=torch.complex64).conj()
+            assert torch.equal(fc.all_gather(x, out=out), torch.cat(right))
+            negative = torch._neg_view(torch.ones(5))
+            assert fc.all_reduce(negative).tolist() == [-n] * 5
+            assert fc.reduce_scatter(torch._neg_view(torch.ones(n))).tolist() == [-n]
+
+
+@pytest.mark.parametrize("slot", [None, 64], ids=["one piece", "pieces"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_views_that_are_not_what_lies_in_memory(
+    pools: Pools, world_size: int, slot: int | None
+) -> None:
+    pools(world_size).run(with_views, slot)
