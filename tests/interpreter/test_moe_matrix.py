@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
 from itertools import product
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import fusedcomm as fc
+from fusedcomm.engines.triton import moe
+from fusedcomm.engines.triton.launch import Launch
+from fusedcomm.testing import RankError
 from tests.conftest import Pools
+from tests.interpreter.race_faults import _kernels
 from tests.ranks.moe_cases import OPS, Case
 from tests.ranks.test_moe import check, forms
 from tests.ranks.test_moe_together import in_flight
+from tests.ranks.test_skew import same_slot
 
 SMALL = {"ffn": 8, "engine": "triton"}
 
@@ -70,3 +81,47 @@ def two_groups(rank: int) -> None:
 
 def test_two_groups_at_once(pools: Pools) -> None:
     pools(4, TRITON_INTERPRET="1").run(two_groups, timeout_s=200)
+
+
+#: Longer than several calls of ``replayed`` take.
+LATE_S = 0.6
+
+
+def take_late(launch: Launch, *arguments: Any) -> None:
+    launch.call(lambda: time.sleep(LATE_S))
+    take(launch, *arguments)
+
+
+take = moe._take
+
+
+def replayed(rank: int, channel: str) -> None:
+    """One plan again and again on one slot, one rank late to take the rows that have come: nothing
+    but consumed holds the others back."""
+    comm = fc.Communicator.of(channel=channel, timeout_s=20)
+    ids = torch.arange(6).view(6, 1)
+    d = fc.dispatch(torch.zeros(6, 8), ids, None, 6, group=comm, engine="triton")
+    for who in range(comm.world_size):
+        late = mock.patch.object(moe, "_take", take_late) if rank == who else nullcontext()
+        with same_slot(), late:
+            for number in range(1, 5):
+                value = float(100 * who + number)
+                y = fc.dispatch(torch.full((6, 8), value), plan=d).x
+                assert bool((y == value).all()), f"rank {who} late"
+    comm.close()
+
+
+def replayed_without_consumed(rank: int) -> None:
+    change = ("ok = wait_at_least(flag, epoch - 1, limit, record, CONSUMED, reader, -1) & ok", "")
+    with _kernels("signals", change)():
+        replayed(rank, "late, unheld")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_late_rank_changes_nothing(pools: Pools, world_size: int) -> None:
+    pools(world_size, TRITON_INTERPRET="1").run(replayed, "late", timeout_s=100)
+
+
+def test_a_forgotten_wait_for_the_reader_is_found(pools: Pools) -> None:
+    with pytest.raises(RankError, match=r"AssertionError: rank \d late"):
+        pools(2, TRITON_INTERPRET="1").run(replayed_without_consumed, timeout_s=100)
