@@ -329,8 +329,11 @@ class Communicator:
         return self._gpu
 
     def workspace_bytes(self) -> dict[str, dict[str, int]]:
-        """Symmetric memory held by this rank: kind of workspace -> bytes of data and of flags."""
-        return self.memory.sizes()
+        """Symmetric memory held by this rank: kind of workspace -> bytes of data and of flags.
+
+        Of a group over several domains, what this rank holds inside its own.
+        """
+        return (self if self.inside is None else self.inside).memory.sizes()
 
     def abort(self, reason: str) -> None:
         """Make every rank's waits on this communicator raise ``AbortedError``."""

@@ -20,6 +20,7 @@ from tests.ranks.moe_cases import OPS, Case, Problem, call, expected
 from tests.ranks.test_domains_tensor_parallel import FOUR_OF_TWO, INTERLEAVED, TWO_OF_TWO
 from tests.ranks.test_moe import check, exact, large, matrix
 from tests.ranks.test_moe_limits import dropped
+from tests.ranks.test_moe_module import OPTIONS, check_equals_whole, check_ways_to_train
 
 #: Domains of three, ranks in no order.
 TWO_OF_THREE = "4,0,2;1,5,3"
@@ -229,6 +230,41 @@ def bits(rank: int) -> list[str]:
 def test_results_do_not_depend_on_who_is_early(pools: Pools) -> None:
     for found in pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(bits):
         assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("name", ["shared with a gate", "gpt-oss", "function"])
+def test_a_layer_equals_the_whole(pools: Pools, name: str) -> None:
+    pool = pools(4, FUSEDCOMM_DOMAINS=INTERLEAVED)
+    pool.run(check_equals_whole, OPTIONS[name])
+
+
+def test_ways_to_train(pools: Pools) -> None:
+    pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(check_ways_to_train)
+
+
+def workspace_bytes(rank: int, limits: dict[str, int]) -> tuple[dict[str, dict[str, int]], int]:
+    """What is held after a call, and rows that were received at most."""
+    experts, k, hidden = 8, 4, 64
+    with fc.Communicator.of(channel=f"bytes {limits}") as comm:
+        ids = (torch.arange(24 * k) % experts).view(24, k)
+        x = torch.ones(24, hidden, dtype=torch.bfloat16)
+        d = fc.dispatch(x, ids, None, experts, group=comm, **limits)
+        fc.combine(d.x, d)
+        return comm.workspace_bytes(), len(d.x)
+
+
+@pytest.mark.parametrize("limits", [{}, {"capacity": 128, "max_tokens": 32}], ids=str)
+def test_memory_is_what_the_formula_says(pools: Pools, limits: dict[str, int]) -> None:
+    """A rank sends, and gets back, the choices of N sources that are for its domain."""
+    k, row, local, n, g = 4, 2 * 64, 2, 2, 2
+    for held, received in pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(workspace_bytes, limits):
+        # Half of a rank's 24 k choices are for either domain, and it carries two ranks'.
+        sent = n * k * limits["max_tokens"] if limits else n * 24 * k // 2
+        assert held["moe rows"]["data"] == 2 * received * row
+        assert held["moe returns"]["data"] == 2 * sent * row
+        words = 2 * (1 + g * ((4 * local + 1) * n + 1))
+        for kind in ("moe rows", "moe returns"):
+            assert held[kind]["flags"] == 4096 * -(-128 * words // 4096)
 
 
 def beside(rank: int) -> None:

@@ -12,8 +12,11 @@ import fusedcomm as fc
 from tests.conftest import Pools
 from tests.ranks.cases import OPS, Case
 from tests.ranks.checking import check
+from tests.ranks.moe_cases import OPS as MOE_OPS
+from tests.ranks.moe_cases import Case as MoeCase
 from tests.ranks.namespaces import UnavailableError, bytes_sent, move_into, namespaces
 from tests.ranks.test_domains_collectives import some_calls
+from tests.ranks.test_moe import check as check_moe
 
 SIZE = 4 << 20  # bytes of the tensor that is summed
 
@@ -27,6 +30,7 @@ def work(rank: int, names: list[str], store: str) -> tuple[int, int, int]:
     assert comm.topology.source == "the machine" and comm.inside is not None
     check(rank, [Case(op, tokens) for op in OPS for tokens in ((13,), (2, 9), (0,))])
     some_calls(rank)
+    check_moe(rank, [MoeCase(op, (13, 5), k=3, engine="auto") for op in MOE_OPS])
     x = torch.ones(SIZE // 4 // 256, 2)
     weight = torch.full((256, 2), 0.5)
     comm.barrier()
