@@ -26,7 +26,15 @@ import triton
 import triton.language as tl
 
 from .signals import FLAG_WORDS, PLACES, READY, count_in, memory, signal, wait_at_least, words
-from .tiles import accumulate, accumulate_rest, block_of, first_tile, segment_rows, tile_position
+from .tiles import (
+    accumulate,
+    accumulate_rest,
+    bias_of,
+    block_of,
+    first_tile,
+    segment_rows,
+    tile_position,
+)
 
 
 @triton.jit(do_not_specialize=PLACES)
@@ -136,18 +144,21 @@ def consume_kernel(
             ok = wait_at_least(flag, epoch, limit, record, READY, source, piece)
         a = segment_data(x, bases, rank, source, piece, piece_rows, K, data_offset, region_bytes)
         row_blocks = tl.cdiv(rows, BM)
-        tiles = tl.where(ok, row_blocks * column_blocks, 0)
-        for tile in range(first_tile(program, done, programs), tiles, programs):
+        tiles = row_blocks * column_blocks
+        # None after a wait that failed; said by the first, not by the number: the loop over K has
+        # fewer moves.
+        begin = tl.where(ok, first_tile(program, done, programs), tiles)
+        for tile in range(begin, tiles, programs):
             row_block, column_block = tile_position(tile, row_blocks, column_blocks, GROUP)
-            n, n_exists = block_of(column_block, N, BN)
             total_MN = tl.zeros((BM, BN), dtype=tl.float32)
             if HAS_BIAS:
-                total_MN += tl.load(bias + n, mask=n_exists, other=0.0)[None, :].to(tl.float32)
+                total_MN += bias_of(bias, column_block, N, BN)
             total_MN = accumulate(
                 total_MN, a, weight, row_block, column_block, rows, N, K,
                 K, stride_wn, stride_wk, BM, BN, BK, EVEN_K, PRECISION,
             )  # fmt: skip
             m, m_exists = block_of(row_block, rows, BM)
+            n, n_exists = block_of(column_block, N, BN)
             place_MN = (first + m)[:, None].to(tl.int64) * N + n[None, :]
             mask_MN = m_exists[:, None] & n_exists[None, :]
             tl.store(y + place_MN, total_MN.to(y.dtype.element_ty), mask=mask_MN)

@@ -32,7 +32,7 @@ import triton.language as tl
 
 from .moe_rows import MAX_PIECES, piece_size
 from .signals import FLAG_WORDS, PLACES, READY, count_in, memory, signal, wait_at_least, words
-from .tiles import accumulate, block_of, first_tile, tile_position
+from .tiles import accumulate, bias_of, block_of, first_tile, tile_position
 
 _PLACES = [*PLACES, "closing", "experts", "region_bytes"]
 
@@ -57,6 +57,16 @@ def await_rows(
                 flag = own + ready_word + (source * chunks + chunk) * FLAG_WORDS
                 ok = wait_at_least(flag, epoch, limit, record, READY, source, chunk)
     return ok
+
+
+@triton.jit
+def weight_of(expert, weight, stride_we, ok, other):
+    """An expert's weight; ``other``, of which nothing must be read, unless ``ok``.
+
+    A pointer out of a choice is one value to the compiler. Of a sum it sees the terms, keeps one of
+    them apart and adds it to every address of the loop over K.
+    """
+    return tl.where(ok, weight + tl.cast(expert, tl.int64) * stride_we, other)
 
 
 @triton.jit
@@ -135,12 +145,12 @@ def up_kernel(
     width = 2 * N if GATED else N
     done = 0
     for expert in range(0, experts):
-        first, count = tl.load(first_E + expert), tl.load(counts_E + expert)
+        first, count = tl.load(first_E + expert), tl.load(counts_E + expert).to(tl.int32)
         row_blocks = tl.cdiv(count, BM).to(tl.int32)
         mine = (tl.load(first_WE + rank * experts + expert) - first) // BM
         tiles = tl.where(ok, row_blocks * column_blocks, 0)
         x = rows_here + first * K
-        w = weight + tl.cast(expert, tl.int64) * stride_we
+        w = weight_of(expert, weight, stride_we, ok, a)
         for tile in range(first_tile(program, done, programs), tiles, programs):
             row_block, column_block = tile_position(tile, row_blocks, column_blocks, GROUP)
             row_block = ((row_block + mine) % row_blocks).to(tl.int32)
@@ -152,35 +162,34 @@ def up_kernel(
                 own, first_WE, counts_WE, experts, expert, top, tl.minimum(top + BM, first + count),
                 rank, world_size, epoch, ready_word, chunks, limit, record, ok,
             )  # fmt: skip
+            # The masks of what is stored behind both loops over K: living through one costs it
+            # moves of predicates. So the bias is what the sums begin with.
             gate_MN = tl.zeros((BM, BN), dtype=tl.float32)
+            up_MN = tl.zeros((BM, BN), dtype=tl.float32)
+            if HAS_BIAS:
+                bias_e = bias + expert * width
+                gate_MN += bias_of(bias_e, column_block, N, BN, gate_step)
+                if GATED:
+                    up_MN += bias_of(bias_e + up_shift, column_block, N, BN, gate_step)
             gate_MN = accumulate(
                 gate_MN, x_tile, w, 0, column_block, rows, N, K, K,
                 stride_wn * gate_step, stride_wk, BM, BN, BK, EVEN_K, PRECISION,
-            )  # fmt: skip
-            m, m_exists = block_of(row_block, count, BM)
-            n, n_exists = block_of(column_block, N, BN)
-            mask_MN = m_exists[:, None] & n_exists[None, :] & ok
-            column = n * gate_step
-            row_M = (first + m)[:, None]
-            if HAS_BIAS:
-                gate_N = tl.load(bias + expert * width + column, mask=n_exists, other=0.0)
-                gate_MN += gate_N[None, :].to(tl.float32)
-            gate_MN = gate_MN.to(dtype)
-            if KEEP:
-                tl.store(z + row_M * width + column[None, :], gate_MN, mask=mask_MN)
-            up_MN = tl.zeros((BM, BN), dtype=tl.float32)
+            ).to(dtype)  # fmt: skip
             if GATED:
                 up_MN = accumulate(
                     up_MN, x_tile, w + up_shift * stride_wn, 0, column_block, rows, N, K, K,
                     stride_wn * gate_step, stride_wk, BM, BN, BK, EVEN_K, PRECISION,
                 )  # fmt: skip
-                if HAS_BIAS:
-                    place_N = bias + expert * width + column + up_shift
-                    up_MN += tl.load(place_N, mask=n_exists, other=0.0)[None, :].to(tl.float32)
-                up_MN = up_MN.to(dtype)
-                if KEEP:
-                    place_MN = z + row_M * width + (column + up_shift)[None, :]
-                    tl.store(place_MN, up_MN, mask=mask_MN)
+            up_MN = up_MN.to(dtype)
+            m, m_exists = block_of(row_block, count, BM)
+            n, n_exists = block_of(column_block, N, BN)
+            mask_MN = m_exists[:, None] & n_exists[None, :] & ok
+            row_M = (first + m)[:, None]
+            if KEEP:
+                place_MN = z + row_M * width + (n * gate_step)[None, :]
+                tl.store(place_MN, gate_MN, mask=mask_MN)
+                if GATED:
+                    tl.store(place_MN + up_shift, up_MN, mask=mask_MN)
             value_MN = activation(gate_MN.to(tl.float32), up_MN.to(tl.float32), ACTIVATION)
             tl.store(a + row_M * N + n[None, :], value_MN.to(dtype), mask=mask_MN)
         done += tiles
@@ -243,11 +252,11 @@ def down_kernel(
                 signal(words(bases, source) + flag, epoch)
     done = 0
     for expert in range(0, experts):
-        first, count = tl.load(first_E + expert), tl.load(counts_E + expert)
+        first, count = tl.load(first_E + expert), tl.load(counts_E + expert).to(tl.int32)
         row_blocks = tl.cdiv(count, BM).to(tl.int32)
         mine = (tl.load(first_WE + rank * experts + expert) - first) // BM
         tiles = tl.where(ok, row_blocks * column_blocks, 0)
-        w = weight + tl.cast(expert, tl.int64) * stride_we
+        w = weight_of(expert, weight, stride_we, ok, x)
         for tile in range(first_tile(program, done, programs), tiles, programs):
             row_block, column_block = tile_position(tile, row_blocks, column_blocks, GROUP)
             row_block = ((row_block + mine) % row_blocks).to(tl.int32)
@@ -258,8 +267,7 @@ def down_kernel(
             )  # fmt: skip
             n, n_exists = block_of(column_block, N, BN)
             if HAS_BIAS:
-                bias_N = tl.load(bias + expert * N + n, mask=n_exists, other=0.0)
-                total_MN += bias_N[None, :].to(tl.float32)
+                total_MN += bias_of(bias + expert * N, column_block, N, BN)
             result_MN = total_MN.to(dtype)
             m, m_exists = block_of(row_block, count, BM)
             row_M = first + m

@@ -136,6 +136,13 @@ def block_of(block, size, SIZE: tl.constexpr):
 
 
 @triton.jit
+def bias_of(bias, column_block, N, BN: tl.constexpr, step=1):
+    """The bias of a tile's columns, float32 ``[1, BN]``."""
+    n, n_exists = block_of(column_block, N, BN)
+    return tl.load(bias + n * step, mask=n_exists, other=0.0)[None, :].to(tl.float32)
+
+
+@triton.jit
 def linear_kernel(
     x,
     weight,
@@ -169,6 +176,6 @@ def linear_kernel(
         n, n_exists = block_of(column_block, N, BN)
         m, m_exists = block_of(row_block, M, BM)
         if HAS_BIAS:
-            total_MN += tl.load(bias + n, mask=n_exists, other=0.0)[None, :].to(tl.float32)
+            total_MN += bias_of(bias, column_block, N, BN)
         place = y + m[:, None].to(tl.int64) * stride_ym + n[None, :]
         tl.store(place, total_MN.to(y.dtype.element_ty), mask=m_exists[:, None] & n_exists[None, :])

@@ -14,28 +14,6 @@ ABSOLUTE_36 = {"sm_90": 90, "sm_100": 100}
 #: How many more instructions than the plain product's a K step may have.
 MARGIN = 3
 
-#: (case, chip, version of Triton) -> a margin of its own, and why.
-MARGINS = {
-    ("consume_kernel, transposed weight", "sm_90", "3.6"): (
-        4,
-        "one more move of a descriptor between uniform registers than in the plain product",
-    ),
-}
-#: (Seen in the reports of the three versions.)
-_EXPERTS = "the experts' products add more to addresses in the loop; the cause is not found yet"
-MARGINS |= {
-    (case, chip, version): (margin, _EXPERTS)
-    for case, chip, margins in (
-        ("up_kernel, gated", "sm_90", {"3.6": 15, "3.7": 15, "3.9": 16}),
-        ("up_kernel, gated", "sm_100", {"3.7": 9}),
-        ("up_kernel, transposed weight", "sm_90", {"3.6": 9, "3.7": 8, "3.9": 8}),
-        ("up_kernel, transposed weight", "sm_100", {"3.6": 8, "3.7": 9, "3.9": 9}),
-        ("down_kernel, transposed weight", "sm_90", {"3.6": 11, "3.7": 10, "3.9": 15}),
-        ("down_kernel, transposed weight", "sm_100", {"3.6": 8, "3.7": 9, "3.9": 9}),
-    )
-    for version, margin in margins.items()
-}
-
 Check = Callable[[Compiled, Compiled | None], Iterator[str]]
 CHECKS: dict[str, Check] = {}
 
@@ -229,16 +207,10 @@ def against_plain(compiled: Compiled, plain: Compiled | None) -> Iterator[str]:
         if compiled.case.on_tensor_cores:
             yield "one of the two has no K loop"
         return
-    if mine.instructions > theirs.instructions + margin_of(compiled):
+    if mine.instructions > theirs.instructions + MARGIN:
         yield f"{mine.instructions} instructions, the plain product has {theirs.instructions}"
     if mine.barriers > theirs.barriers:
         yield f"{mine.barriers} barriers, the plain product has {theirs.barriers}"
-
-
-def margin_of(compiled: Compiled) -> int:
-    """How many more instructions than the plain product's a case's K step may have."""
-    version = compiled.triton.rpartition(".")[0]
-    return MARGINS.get((compiled.case.name, compiled.chip, version), (MARGIN, ""))[0]
 
 
 @_check("absolute length")
