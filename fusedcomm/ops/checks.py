@@ -19,6 +19,12 @@ def check_engine(engine: str) -> None:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {engine!r}")
 
 
+def check_int(name: str, value: object) -> None:
+    """Check that an argument is a whole number."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise ValueError(f"{name} must be an int; got {value!r}")
+
+
 def check_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
     """Check that every ``x · weightᵀ + bias`` can be computed."""
     for name, value in (("x", x), ("weight", weights), ("bias", biases)):
@@ -55,6 +61,7 @@ def check_shard(x: Tensor, dim: int, gathered_size: int | None, rank: int, world
     left = _check_dim("gather_dim", x, dim)
     if gathered_size is None:
         return left
+    check_int("gathered_size", gathered_size)
     if gathered_size < 0:
         raise ValueError(f"gathered_size must not be negative; got {gathered_size}")
     start, stop = shard_bounds(gathered_size, world_size)[rank]
@@ -79,6 +86,7 @@ def check_wire_dtype(x: Tensor, wire_dtype: torch.dtype | None) -> None:
 
 
 def _check_dim(name: str, x: Tensor, dim: int) -> int:
+    check_int(name, dim)
     left = dim + x.dim() if dim < 0 else dim
     if not 0 <= left < x.dim() - 1:
         raise ValueError(

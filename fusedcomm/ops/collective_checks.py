@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fusedcomm.ops.checks import check_int
+
 REDUCTIONS = ("sum", "avg", "max", "min")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -39,6 +41,7 @@ def check_reduction(x: Tensor, op: str) -> None:
 
 def check_dim(x: Tensor, dim: int) -> int:
     """Check a dimension of x; returns it counted from the left."""
+    check_int("dim", dim)
     left = dim + x.dim() if dim < 0 else dim
     if not 0 <= left < x.dim():
         raise ValueError(
@@ -78,7 +81,7 @@ def check_counts(
     for name, counts in (("send_counts", send_counts), ("recv_counts", recv_counts)):
         if len(counts) != world_size or min(counts) < 0:
             raise ValueError(
-                f"{name} must be {world_size} numbers of rows, one per rank; got {list(counts)}"
+                f"{name} must be {world_size} numbers of rows, one per rank; got {counts}"
             )
     if sum(send_counts) != rows:
         raise ValueError(f"send_counts add up to {sum(send_counts)}, but x has {rows} rows")
@@ -87,6 +90,34 @@ def check_counts(
             f"send_counts[{rank}] = {send_counts[rank]} and recv_counts[{rank}] = "
             f"{recv_counts[rank]} both are what this rank keeps, and must be equal"
         )
+
+
+def whole_numbers(name: str, counts: Sequence[int] | None) -> list[int] | None:
+    """``counts`` as a list, where they are given: of a sequence or a tensor of integers."""
+    if counts is None:
+        return None
+    try:
+        whole = [int(count) for count in counts]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be whole numbers of rows; got {counts!r}") from error
+    if any(given != count for given, count in zip(counts, whole, strict=True)):
+        raise ValueError(f"{name} must be whole numbers of rows; got {counts!r}")
+    return whole
+
+
+def may_be_written(x: Tensor) -> bool:
+    """Whether torch lets x be written to here: a tensor of inference mode only in that mode."""
+    return not x.is_inference() or torch.is_inference_mode_enabled()
+
+
+def check_fillable(x: Tensor, name: str) -> None:
+    """Check a tensor that is to be filled."""
+    if not may_be_written(x):
+        raise ValueError(
+            f"{name} was made under torch.inference_mode(), and is not to be changed outside of it"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(f"{name} is expanded, so that its elements share memory; clone() it")
 
 
 def check_out(x: Tensor, out: Tensor, shape: Sequence[int], *, in_place: bool) -> None:
@@ -101,6 +132,7 @@ def check_out(x: Tensor, out: Tensor, shape: Sequence[int], *, in_place: bool) -
             f"out must be {list(shape)} {x.dtype} on {x.device}; got {list(out.shape)} "
             f"{out.dtype} on {out.device}"
         )
+    check_fillable(out, "out")
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise ValueError(
             "out= has no derivative: leave it out, or work under torch.no_grad() or on x.detach()"

@@ -35,7 +35,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedcomm.ops.checks import check_engine
+from fusedcomm.ops.checks import check_engine, check_int
 from fusedcomm.ops.collective_checks import (
     check_counts,
     check_dim,
@@ -43,6 +43,7 @@ from fusedcomm.ops.collective_checks import (
     check_rank,
     check_reduction,
     check_tensor,
+    whole_numbers,
 )
 from fusedcomm.ops.dispatch import address_of, is_plain, named
 from fusedcomm.ops.library import collectives as library
@@ -128,6 +129,7 @@ def all_gather(
     if gathered_size is None:
         size = x.shape[dim] * address.world_size
     else:
+        check_int("gathered_size", gathered_size)
         size = gathered_size
         if size < 0:
             raise ValueError(f"gathered_size must not be negative; got {size}")
@@ -217,9 +219,9 @@ def all_to_all(
     check_tensor(x)
     check_engine(engine)
     address = address_of(group)
-    check_counts(x, send_counts, recv_counts, address.rank, address.world_size)
-    sends = None if send_counts is None else [int(count) for count in send_counts]
-    receives = None if recv_counts is None else [int(count) for count in recv_counts]
+    sends = whole_numbers("send_counts", send_counts)
+    receives = whole_numbers("recv_counts", recv_counts)
+    check_counts(x, sends, receives, address.rank, address.world_size)
     shape = [x.shape[0] if receives is None else sum(receives), *x.shape[1:]]
     if out is not None:
         check_out(x, out, shape, in_place=False)

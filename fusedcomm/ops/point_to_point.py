@@ -32,7 +32,7 @@ from torch import Tensor
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines import operations_of
 from fusedcomm.ops.checks import check_engine
-from fusedcomm.ops.collective_checks import check_rank, check_tensor
+from fusedcomm.ops.collective_checks import check_fillable, check_rank, check_tensor
 from fusedcomm.planning.engine import choose_engine
 
 
@@ -47,7 +47,14 @@ class Handle:
         self, comm: Communicator, engine: ModuleType, sends: bool, x: Tensor, peer: int
     ) -> None:
         self._comm, self._engine, self._x = comm, engine, x
-        self._data = x.contiguous() if sends or x.is_contiguous() else x.new_empty(x.shape)
+        # Bytes are moved: nothing may be left to be done to them, as in the view that conj() makes.
+        plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()
+        if plain:
+            self._data = x
+        elif sends:
+            self._data = x.contiguous().resolve_conj().resolve_neg()
+        else:
+            self._data = x.new_empty(x.shape)
         self._copies_back = not sends and self._data is not x
         self._transfer = engine.begin(comm, sends, self._data, peer)
 
@@ -141,10 +148,8 @@ def _check(name: str, sends: bool, x: Tensor, peer: int, comm: Communicator, eng
         raise ValueError(f"{name}: rank {peer} is this rank itself; copy the tensor instead")
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError(f"{name}: messages carry no gradient, but x requires one; detach() it")
-    if not sends and any(
-        size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)
-    ):
-        raise ValueError(f"{name}: x is expanded, so that its elements share memory; clone() it")
+    if not sends:
+        check_fillable(x, f"{name}: x")
 
 
 def _begin(name: str, sends: bool, x: Tensor, peer: int, group: Any, engine: str) -> Handle:

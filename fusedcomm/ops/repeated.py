@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
+from fusedcomm.ops.collective_checks import may_be_written
 from fusedcomm.ops.dispatch import is_plain
 
 #: Kinds that a communicator remembers, before it begins anew.
@@ -44,7 +45,9 @@ def repeated(kind: Hashable, x: Tensor, out: Tensor | None, group: Any) -> Repea
     Args:
         kind: the operation and its arguments other than tensors and the group.
     """
-    if not is_plain(x, out):
+    if not isinstance(x, Tensor) or not is_plain(x, out):
+        return None
+    if out is not None and not may_be_written(out):
         return None
     comm = Communicator.opened(group)
     if comm is None:

@@ -103,6 +103,7 @@ GATHER: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         r"gather_dim=1 is none of the token dimensions of x, 0 to 0 \(shape \[4, 8\]",
     ),
     "the features from the right": ((ones(2, 4, 8), ones(6, 8)), {"gather_dim": -1}, "gather_dim"),
+    "a dimension that is no number": ((ones(4, 8), ones(6, 8)), {"gather_dim": 0.0}, "be an int"),
     "a dimension too far": ((ones(2, 4, 8), ones(6, 8)), {"gather_dim": 3}, "gather_dim=3"),
     "a dimension too far left": ((ones(2, 4, 8), ones(6, 8)), {"gather_dim": -4}, "gather_dim=-4"),
     "rows that are not this rank's shard": (

@@ -38,9 +38,30 @@ def call(name: str, comm: fc.Communicator, size: int = 12, **options: Any) -> to
 def wrong_arguments(rank: int) -> None:
     comm = fc.Communicator.of()
     x = torch.ones(4, 3)
+    with torch.inference_mode():
+        inferred = torch.ones(4, 3)
+        fc.all_reduce(inferred, out=inferred)
     calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: fc.all_reduce(inferred, out=inferred), "out was made under.*inference_mode"),
+        (lambda: fc.broadcast(x, 0, out=inferred), "out was made under.*inference_mode"),
+        (lambda: fc.recv(inferred, 1 - rank), "x was made under.*inference_mode"),
         (lambda: fc.all_reduce([1.0]), "x must be a tensor; got list"),
+        (lambda: fc.all_reduce(None), "x must be a tensor; got NoneType"),
+        (lambda: fc.all_gather(None), "x must be a tensor; got NoneType"),
         (lambda: fc.all_reduce(x.to_sparse()), "dense tensor"),
+        (lambda: fc.all_gather(x, dim=0.0), "dim must be an int; got 0.0"),
+        (lambda: fc.reduce_scatter(x, dim="rows"), "dim must be an int; got 'rows'"),
+        (lambda: fc.all_gather(x, gathered_size="8"), "gathered_size must be an int; got '8'"),
+        (lambda: fc.all_gather(x, gathered_size=8.5), "gathered_size must be an int; got 8.5"),
+        (lambda: fc.all_reduce(x, out=x[:1].clone().expand(4, 3)), "out is expanded.*clone()"),
+        (
+            lambda: fc.all_to_all(x, send_counts=[1.5, 2.5], recv_counts=[2, 2]),
+            r"send_counts must be whole numbers of rows; got \[1.5, 2.5\]",
+        ),
+        (
+            lambda: fc.all_to_all(x, send_counts=[2, 2], recv_counts=2),
+            "recv_counts must be whole numbers of rows; got 2",
+        ),
         (lambda: fc.all_reduce(x, op="prod"), "op must be one of sum, avg, max, min; got 'prod'"),
         (lambda: fc.all_reduce(x.int(), op="avg"), "op='avg' needs a floating dtype"),
         (lambda: fc.all_reduce(x.bool()), "x is torch.bool .*'max' is or"),

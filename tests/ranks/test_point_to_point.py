@@ -81,6 +81,26 @@ def test_strided_tensors(pools: Pools) -> None:
     pools(2).run(strided_tensors)
 
 
+def views_with_something_left_to_do(rank: int, engine: str) -> None:
+    """Conjugate and negative views hold other bytes than they show."""
+    waves = torch.complex(torch.arange(6.0), torch.ones(6))
+    with fc.Communicator.of(channel=f"conjugates {engine}") as comm:
+        named = {"group": comm, "engine": engine}
+        if rank == 0:
+            fc.send(waves.conj(), 1, **named)
+            fc.send(waves.conj().imag, 1, **named)
+            fc.send(waves, 1, **named)
+        else:
+            assert torch.equal(fc.recv(torch.zeros_like(waves), 0, **named), waves.conj())
+            assert torch.equal(fc.recv(torch.zeros(6), 0, **named), -waves.imag)
+            assert torch.equal(fc.recv(torch.zeros_like(waves).conj(), 0, **named), waves)
+
+
+@pytest.mark.parametrize("engine", ["host", "plain"])
+def test_views_with_something_left_to_do(pools: Pools, engine: str) -> None:
+    pools(2).run(views_with_something_left_to_do, engine)
+
+
 def without_waiting(rank: int, engine: str) -> None:
     """Handles, in an order other than begun; larger than the buffer in both directions."""
     peer = 1 - rank
