@@ -32,9 +32,10 @@ def resolve_group(group: Any = None) -> dist.ProcessGroup:
                 "one: choose it, as in mesh['tp']"
             )
         return group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is no member of the group: only its members make calls on it")
     raise ValueError(
         f"group must be a ProcessGroup, a 1-D DeviceMesh or None, not {type(group).__name__}"
-        + ("; this rank is no member of it" if group == dist.GroupMember.NON_GROUP_MEMBER else "")
     )
 
 

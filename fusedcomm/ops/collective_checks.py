@@ -107,6 +107,8 @@ def whole_numbers(name: str, counts: Sequence[int] | None) -> list[int] | None:
 
 def may_be_written(x: Tensor) -> bool:
     """Whether torch lets x be written to here: a tensor of inference mode only in that mode."""
+    if torch.compiler.is_compiling():
+        return True  # It cannot be asked, and nothing is written to: the result is made apart.
     return not x.is_inference() or torch.is_inference_mode_enabled()
 
 

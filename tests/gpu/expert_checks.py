@@ -159,7 +159,7 @@ def graph_of_experts(rank: int, world_size: int) -> None:
 def skew_of_experts(rank: int, world_size: int) -> None:
     """Many calls while the ranks are late in turn, from counters that are about to wrap around."""
     comm = comm_of("skew of experts")
-    comm.first_epoch = 2**31 - 3
+    comm.memory.first_epoch = 2**31 - 3
     mixture, wrong = Mixture(rank, world_size), torch.zeros((), dtype=torch.int64, device=DEVICE)
     x = torch.arange(TOKENS * 8, device=DEVICE).view(TOKENS, 8).float()
     inputs = [mixture.data(number)[rank] for number in range(4)]
@@ -242,7 +242,7 @@ def graph_of_expert_gradients(rank: int, world_size: int) -> None:
 
     def calls() -> list[Tensor]:
         with launches(comm, "expert gradients", space, "gradients", x.device) as launch:
-            found = experts_grads(launch, places, *rows, own, [True] * 4)
+            found = experts_grads(launch, places, dh, a, dz, x, own, [True] * 4)
         return cast(list[Tensor], found)
 
     calls()
@@ -279,7 +279,7 @@ def no_room(rank: int, world_size: int) -> None:
     comm = comm_of("no room")
     x = torch.ones(4, 8, device=DEVICE)
     ids = torch.zeros(4, 1, dtype=torch.int64, device=DEVICE)
-    options = {"group": comm, "engine": "triton", "max_tokens": 4}
+    options: dict[str, Any] = {"group": comm, "engine": "triton", "max_tokens": 4}
     try:
         fc.dispatch(x, ids, None, 1, capacity=4 * world_size - 1, **options)
         settle()

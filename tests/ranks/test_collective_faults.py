@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fusedcomm as fc
 from fusedcomm.protocol import Call
@@ -41,7 +42,9 @@ def wrong_arguments(rank: int) -> None:
     with torch.inference_mode():
         inferred = torch.ones(4, 3)
         fc.all_reduce(inferred, out=inferred)
+    elsewhere = [dist.new_group([1]), dist.new_group([0])][rank]
     calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: fc.all_reduce(x, group=elsewhere), "this rank is no member of the group"),
         (lambda: fc.all_reduce(inferred, out=inferred), "out was made under.*inference_mode"),
         (lambda: fc.broadcast(x, 0, out=inferred), "out was made under.*inference_mode"),
         (lambda: fc.recv(inferred, 1 - rank), "x was made under.*inference_mode"),
