@@ -14,7 +14,6 @@ from torch import Tensor
 import fusedcomm as fc
 from fusedcomm.planning import collectives as planning
 from fusedcomm.programs import ALGORITHMS
-from fusedcomm.symmetric import copies
 from tests.ranks.cases import shard, strided
 from tests.ranks.checking import overlap, poison_slots, poisoned, storage_range
 
@@ -169,16 +168,9 @@ SHAPES = ((8,), (3, 5), (7, 2, 3), (0, 4), (5, 0), (1,), (64, 33))
 
 @contextmanager
 def small_slots(nbytes: int | None) -> Iterator[None]:
-    """Have tensors go through in pieces of this size. For all ranks alike.
-
-    Pieces of less than a page are copied as large ones are.
-    """
+    """Have tensors go through in pieces of this size. For all ranks alike."""
     value = planning.SLOT_BYTES if nbytes is None else nbytes
-    large = 0 if value < 4096 else copies.LARGE_BYTES
-    with (
-        mock.patch.object(planning, "SLOT_BYTES", value),
-        mock.patch.object(copies, "LARGE_BYTES", large),
-    ):
+    with mock.patch.object(planning, "SLOT_BYTES", value):
         yield
 
 

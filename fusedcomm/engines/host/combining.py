@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fusedcomm.symmetric import copies
-
 #: Bytes of the block in which contributions are added: it stays in the second-level cache.
 BLOCK_BYTES = 1 << 19
 _HALVES = (torch.float16, torch.bfloat16)
@@ -39,7 +37,7 @@ def combine(parts: Sequence[Tensor], targets: Sequence[Tensor], op: str, divisor
     if not size:
         return
     if len(parts) == 1 and len(targets) == 1 and divisor == 1:
-        copies.copy(first, parts[0])
+        first.copy_(parts[0])
         return
     function = _FUNCTIONS[op]
     halves = first.dtype in _HALVES
@@ -70,7 +68,7 @@ def combine(parts: Sequence[Tensor], targets: Sequence[Tensor], op: str, divisor
             block, (target, *others) = list(parts), targets
         _reduce_block(block, target, scratch, function, divisor)
         for other in others:
-            copies.copy(other, target)
+            other.copy_(target)
 
 
 def _reduce_block(

@@ -14,7 +14,6 @@ from fusedcomm.engines.counts import check_all_counts
 from fusedcomm.planning import collectives as planning
 from fusedcomm.planning.collectives import space
 from fusedcomm.protocol import Call
-from fusedcomm.symmetric import copies
 from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.trace import is_open, span
 
@@ -122,7 +121,7 @@ def steps() -> tuple[Callable[..., None], Callable[..., None]]:
 
     They are seen in a trace if one is open; to name them takes as long as a small copy.
     """
-    return (_named_copy, named_wait) if is_open() else (copies.copy, Call.wait)
+    return (_named_copy, named_wait) if is_open() else (_copy, Call.wait)
 
 
 def named_wait(call: Call, source: int, message: int = 0) -> None:
@@ -132,9 +131,13 @@ def named_wait(call: Call, source: int, message: int = 0) -> None:
         call.wait(source, message)
 
 
+def _copy(target: Tensor, source: Tensor, *_: object) -> None:
+    target.copy_(source)
+
+
 def _named_copy(target: Tensor, source: Tensor, rank: int, what: str, peer: int) -> None:
     with span("copy", f"copy {what} rank {peer}", rank=rank):
-        copies.copy(target, source)
+        target.copy_(source)
 
 
 def offer_parts(

@@ -13,7 +13,6 @@ import torch
 from fusedcomm.communicator import Communicator
 from fusedcomm.planning.tensor_parallel import gather_space
 from fusedcomm.schedule import piece_bounds, successors
-from fusedcomm.symmetric.copies import copy
 from fusedcomm.trace import span
 
 
@@ -55,7 +54,7 @@ def gather(
             if resident is None:
                 with span("copy", "copy in", rank=rank, signal=call.flag(rank, piece)):
                     place = (start * row_bytes, (stop - start, features), dtype, piece)
-                    copy(call.write(rank, *place), shard[start:stop])
+                    call.write(rank, *place).copy_(shard[start:stop])
             for peer in peers:
                 call.signal(peer, piece)
     yield *bounds[rank], shard

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines.triton.streams import SideStream
-from fusedcomm.symmetric import copies
 from fusedcomm.symmetric.shm import Segment
 from fusedcomm.testing.races.addresses import of_tensor
 from fusedcomm.testing.races.recording import Recorder, replaced
@@ -96,7 +95,6 @@ def host_hooks(recorder: Recorder) -> Iterator[None]:
     accesses = Accesses(recorder)
     collective, barrier = Communicator.collective, Communicator.barrier
     init, wait, poll = Segment.__init__, Watch.wait, Watch.poll
-    move = copies.move
 
     @contextlib.contextmanager
     def watched_collective(self: Communicator, text: str) -> Iterator[None]:
@@ -144,11 +142,6 @@ def host_hooks(recorder: Recorder) -> Iterator[None]:
             if peer != self.rank:
                 recorder.note("acquire", arrivals, arrival(peer), value=number, wanted=number)
 
-    def watched_move(target: torch.Tensor, source: torch.Tensor) -> None:
-        recorder.add("read", of_tensor(source))
-        recorder.add("write", of_tensor(target))
-        move(target, source)
-
     def ordered(before: str, after: str) -> None:
         """What is queued on ``after`` comes behind what was queued on ``before``."""
         recorder.streams += 1
@@ -180,7 +173,6 @@ def host_hooks(recorder: Recorder) -> Iterator[None]:
         replaced(Communicator, collective=watched_collective, barrier=watched_barrier),
         replaced(Segment, __init__=watched_init, words=property(get_words, set_words)),
         replaced(Watch, wait=watched_wait, poll=watched_poll),
-        replaced(copies, move=watched_move),
         replaced(
             SideStream,
             fork=lambda self: ordered("", _SIDE),
