@@ -107,7 +107,6 @@ def up_kernel(
     experts,
     N,
     K,
-    gate_step,
     up_shift,
     stride_we,
     stride_wn,
@@ -121,6 +120,7 @@ def up_kernel(
     record,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    PAIRED: tl.constexpr,
     KEEP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BM: tl.constexpr,
@@ -132,8 +132,9 @@ def up_kernel(
 ):
     """a ``[rows, N]``, and z ``[rows, 2 N]`` (GATED) or ``[rows, N]`` if KEEP; persistent.
 
-    Feature n has its gate in row ``n * gate_step`` of the weight, and its up-projection
-    ``up_shift`` rows further. The bias is ``[experts, 2 N]`` or ``[experts, N]``.
+    Feature n has its gate in row n of the weight, and its up-projection ``up_shift`` rows further;
+    if PAIRED, in rows 2 n and 2 n + 1, which one product of BN columns makes for BN / 2 features.
+    The bias is ``[experts, 2 N]`` or ``[experts, N]``.
     """
     own = words(bases, rank)
     epoch = tl.load(own + epoch_word)
@@ -141,7 +142,8 @@ def up_kernel(
     dtype: tl.constexpr = a.dtype.element_ty
     rows_here = memory(bases, rank, data_offset, 0, region_bytes, dtype)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    column_blocks = tl.cdiv(N, BN)
+    FEATURES: tl.constexpr = BN // 2 if PAIRED else BN
+    column_blocks = tl.cdiv(N, FEATURES)
     width = 2 * N if GATED else N
     done = 0
     for expert in range(0, experts):
@@ -151,6 +153,7 @@ def up_kernel(
         tiles = tl.where(ok, row_blocks * column_blocks, 0)
         x = rows_here + first * K
         w = weight_of(expert, weight, stride_we, ok, a)
+        w_up = weight_of(expert, weight + up_shift * stride_wn, stride_we, ok, a)
         for tile in range(first_tile(program, done, programs), tiles, programs):
             row_block, column_block = tile_position(tile, row_blocks, column_blocks, GROUP)
             row_block = ((row_block + mine) % row_blocks).to(tl.int32)
@@ -162,34 +165,43 @@ def up_kernel(
                 own, first_WE, counts_WE, experts, expert, top, tl.minimum(top + BM, first + count),
                 rank, world_size, epoch, ready_word, chunks, limit, record, ok,
             )  # fmt: skip
-            # The masks of what is stored behind both loops over K: living through one costs it
-            # moves of predicates. So the bias is what the sums begin with.
-            gate_MN = tl.zeros((BM, BN), dtype=tl.float32)
-            up_MN = tl.zeros((BM, BN), dtype=tl.float32)
+            # The masks of what is stored behind the loops over K: living through one costs it moves
+            # of predicates. So the bias is what the sums begin with.
+            bias_e = bias + expert * width
+            total_MN = tl.zeros((BM, BN), dtype=tl.float32)
             if HAS_BIAS:
-                bias_e = bias + expert * width
-                gate_MN += bias_of(bias_e, column_block, N, BN, gate_step)
-                if GATED:
-                    up_MN += bias_of(bias_e + up_shift, column_block, N, BN, gate_step)
-            gate_MN = accumulate(
-                gate_MN, x_tile, w, 0, column_block, rows, N, K, K,
-                stride_wn * gate_step, stride_wk, BM, BN, BK, EVEN_K, PRECISION,
+                total_MN += bias_of(bias_e, column_block, width if PAIRED else N, BN)
+            total_MN = accumulate(
+                total_MN, x_tile, w, 0, column_block, rows, width if PAIRED else N, K, K,
+                stride_wn, stride_wk, BM, BN, BK, EVEN_K, PRECISION,
             ).to(dtype)  # fmt: skip
-            if GATED:
-                up_MN = accumulate(
-                    up_MN, x_tile, w + up_shift * stride_wn, 0, column_block, rows, N, K, K,
-                    stride_wn * gate_step, stride_wk, BM, BN, BK, EVEN_K, PRECISION,
-                )  # fmt: skip
-            up_MN = up_MN.to(dtype)
+            if PAIRED:
+                gate_MN, up_MN = tl.split(tl.reshape(total_MN, (BM, FEATURES, 2)))
+            else:
+                gate_MN = total_MN
+                up_MN = tl.zeros((BM, BN), dtype=tl.float32)
+                if GATED:
+                    if HAS_BIAS:
+                        up_MN += bias_of(bias_e + up_shift, column_block, N, BN)
+                    up_MN = accumulate(
+                        up_MN, x_tile, w_up, 0, column_block, rows, N, K, K,
+                        stride_wn, stride_wk, BM, BN, BK, EVEN_K, PRECISION,
+                    )  # fmt: skip
+                up_MN = up_MN.to(dtype)
             m, m_exists = block_of(row_block, count, BM)
-            n, n_exists = block_of(column_block, N, BN)
+            n, n_exists = block_of(column_block, N, FEATURES)
             mask_MN = m_exists[:, None] & n_exists[None, :] & ok
             row_M = (first + m)[:, None]
             if KEEP:
-                place_MN = z + row_M * width + (n * gate_step)[None, :]
-                tl.store(place_MN, gate_MN, mask=mask_MN)
-                if GATED:
-                    tl.store(place_MN + up_shift, up_MN, mask=mask_MN)
+                if PAIRED:
+                    column, exists = block_of(column_block, width, BN)
+                    place_MN = z + row_M * width + column[None, :]
+                    tl.store(place_MN, total_MN, mask=m_exists[:, None] & exists[None, :] & ok)
+                else:
+                    place_MN = z + row_M * width + n[None, :]
+                    tl.store(place_MN, gate_MN, mask=mask_MN)
+                    if GATED:
+                        tl.store(place_MN + up_shift, up_MN, mask=mask_MN)
             value_MN = activation(gate_MN.to(tl.float32), up_MN.to(tl.float32), ACTIVATION)
             tl.store(a + row_M * N + n[None, :], value_MN.to(dtype), mask=mask_MN)
         done += tiles

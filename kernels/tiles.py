@@ -136,10 +136,10 @@ def block_of(block, size, SIZE: tl.constexpr):
 
 
 @triton.jit
-def bias_of(bias, column_block, N, BN: tl.constexpr, step=1):
+def bias_of(bias, column_block, N, BN: tl.constexpr):
     """The bias of a tile's columns, float32 ``[1, BN]``."""
     n, n_exists = block_of(column_block, N, BN)
-    return tl.load(bias + n * step, mask=n_exists, other=0.0)[None, :].to(tl.float32)
+    return tl.load(bias + n, mask=n_exists, other=0.0)[None, :].to(tl.float32)
 
 
 @triton.jit

@@ -203,8 +203,15 @@ _UP = Case(
     product="large",
     plain="linear_kernel, large",
     waits=1,
-    more={"ACTIVATION": "none", "GATED": False, "KEEP": False, "HAS_BIAS": False, **_GEMM},
-    units=("stride_wk", "gate_step"),
+    more={
+        "ACTIVATION": "none",
+        "GATED": False,
+        "PAIRED": False,
+        "KEEP": False,
+        "HAS_BIAS": False,
+        **_GEMM,
+    },
+    units=("stride_wk",),
     pointers=_pointers("weight bias z a", **_BLOCKS),
 )
 _DOWN = Case(
@@ -244,6 +251,7 @@ _PLACES = _pointers(
     **_BLOCKS,
 )
 _GATED = {"ACTIVATION": "swiglu", "GATED": True, "KEEP": True}
+_PAIRED = {**_GATED, "PAIRED": True}
 _GROUPED_GRADIENT = Case(
     "grouped_weight_grad",
     "grouped_weight_grad_kernel",
@@ -283,6 +291,8 @@ CASES: list[Case] = [
     _of(_PLAIN, "epilogue", product="epilogue"),
     _of(_PLAIN, "transposed weight", product="transposed", units=("stride_xk", "stride_wn")),
     _of(_PLAIN, "transposed weight, epilogue", product="epilogue",
+        units=("stride_xk", "stride_wn")),
+    _of(_PLAIN, "gated transposed", product="gated transposed",
         units=("stride_xk", "stride_wn")),
     _of(_PLAIN, "gradient", product="gradient", units=("stride_xm", "stride_wn")),
     _float32(_PLAIN),
@@ -344,7 +354,16 @@ CASES: list[Case] = [
     _of(_UP, "gated", _GATED, **_EPILOGUE),
     _of(_UP, "gated, bias", {**_GATED, "HAS_BIAS": True}, **_EPILOGUE),
     _of(_UP, "small", product="small", plain="linear_kernel, small"),
-    _of(_UP, "transposed weight", product="transposed", units=("stride_wn", "gate_step"),
+    _of(_UP, "gated, transposed weight", _GATED, product="gated transposed", units=("stride_wn",),
+        plain="linear_kernel, gated transposed"),
+    _of(_UP, "gated in pairs", _PAIRED, **_EPILOGUE),
+    _of(_UP, "gated in pairs, bias", {**_PAIRED, "HAS_BIAS": True}, **_EPILOGUE),
+    _of(_UP, "gated in pairs, transposed weight", _PAIRED, product="epilogue",
+        units=("stride_wn",), plain="linear_kernel, transposed weight, epilogue"),
+    _of(_UP, "gated in pairs, transposed weight, bias", {**_PAIRED, "HAS_BIAS": True},
+        product="epilogue", units=("stride_wn",),
+        plain="linear_kernel, transposed weight, epilogue"),
+    _of(_UP, "transposed weight", product="transposed", units=("stride_wn",),
         plain="linear_kernel, transposed weight"),
     _DOWN,
     _of(_DOWN, "bias", {"HAS_BIAS": True}),

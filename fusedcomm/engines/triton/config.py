@@ -39,6 +39,7 @@ class Tiles(NamedTuple):
 #: - "transposed": weights whose columns are contiguous, as in the gradients of inputs;
 #: - "epilogue": results that need more registers than their accumulator: float32 on the wire, or
 #:   another tensor added;
+#: - "gated transposed": two sums, of such weights;
 #: - "gradient": of a weight, where both operands lie transposed;
 #: - "float32": on the vector units;
 #: - "reduce": no product, sums of partials.
@@ -48,6 +49,7 @@ CHIPS = {
         "small": Tiles(64, 128, 64, 8, 4, 3, 255),
         "transposed": Tiles(128, 256, 64, 8, 8, 3, 255),
         "epilogue": Tiles(128, 128, 64, 8, 8, 3, 255),
+        "gated transposed": Tiles(64, 128, 64, 8, 8, 3, 255),
         "gradient": Tiles(128, 256, 64, 8, 8, 3, 255),
         "float32": Tiles(64, 64, 32, 8, 4, 3, 255),
         "reduce": Tiles(32, 128, 0, 1, 4, 3, 255),
@@ -57,6 +59,7 @@ CHIPS = {
         "small": Tiles(64, 128, 64, 8, 8, 3, 255),
         "transposed": Tiles(128, 128, 64, 8, 8, 3, 255),
         "epilogue": Tiles(128, 128, 64, 8, 8, 3, 255),
+        "gated transposed": Tiles(64, 128, 64, 8, 8, 3, 255),
         "gradient": Tiles(128, 256, 64, 8, 8, 3, 255),
         "float32": Tiles(64, 64, 32, 8, 4, 3, 255),
         "reduce": Tiles(32, 128, 0, 1, 4, 3, 255),
@@ -67,6 +70,7 @@ CHIPS = {
         "small": Tiles(64, 128, 64, 8, 4, 2),
         "transposed": Tiles(128, 256, 64, 8, 8, 2),
         "epilogue": Tiles(128, 128, 64, 8, 8, 2),
+        "gated transposed": Tiles(64, 128, 64, 8, 4, 2),
         "gradient": Tiles(128, 128, 64, 8, 8, 2),
         "float32": Tiles(64, 64, 32, 8, 4, 2),
         "reduce": Tiles(32, 128, 0, 1, 4, 2),

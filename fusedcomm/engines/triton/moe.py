@@ -289,15 +289,22 @@ def _sum(
 
 
 def _grouped(
-    launch: Launch, places: Places, routed: Routed, weight: Tensor, gated: bool = False
+    launch: Launch,
+    places: Places,
+    routed: Routed,
+    weight: Tensor,
+    gated: bool = False,
+    paired: bool = False,
 ) -> Tiles:
     """Tiles for products with ``weight [experts, N, K]``, of the rows that an expert usually has.
 
     Args:
-        gated: whether a tile has two sums.
+        gated, paired: as ``up_kernel`` has them.
     """
     rows = blocks(routed.most_received, max(1, places.experts))
-    product = "epilogue" if gated else "large" if weight.stride(2) == 1 else "transposed"
+    product = "large" if weight.stride(2) == 1 else "transposed"
+    if gated:
+        product = "gated transposed" if product == "transposed" and not paired else "epilogue"
     _, columns, depth = weight.shape
     return tiles_of(launch.device, weight.dtype, rows, columns, depth, product)
 
@@ -318,8 +325,8 @@ def _up(
         launch, places, routed, w13, experts.b13, a, z,
         ACTIVATION=experts.style.activation,
         GATED=gated,
-        gate_step=2 if gated and interleaved else 1,
-        up_shift=1 if interleaved else experts.ffn,
+        PAIRED=gated and interleaved,
+        up_shift=experts.ffn,
     )  # fmt: skip
 
 
@@ -327,7 +334,7 @@ def _product(launch: Launch, places: Places, routed: Routed, weight: Tensor, out
     """``out = rows · weightᵀ``; weight ``[experts, N, K]``."""
     _launch_up(
         launch, places, routed, weight, None, out, None,
-        ACTIVATION="none", GATED=False, gate_step=1, up_shift=0,
+        ACTIVATION="none", GATED=False, PAIRED=False, up_shift=0,
     )  # fmt: skip
 
 
@@ -341,7 +348,7 @@ def _launch_up(
     z: Tensor | None,
     **how: Any,
 ) -> None:
-    tiles = _grouped(launch, places, routed, weight, how["GATED"])
+    tiles = _grouped(launch, places, routed, weight, how["GATED"], how["PAIRED"])
     launch.run(
         grouped_linear.up_kernel,
         launch.programs,
