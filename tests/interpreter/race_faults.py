@@ -80,12 +80,13 @@ def _host_flags_of_another_workspace() -> Iterator[None]:
 
     def borrowed(method: Callable[..., None]) -> Callable[..., None]:
         def call(self: Call, *args: int) -> None:
-            own = self._workspace
-            self._workspace = shared.get(own.kind, own)
+            own = self._pairs, self._here
+            other = shared.get(self._workspace.kind, self._workspace)
+            self._pairs, self._here = other.pairs[self._slot], other.segments[self.rank]
             try:
                 method(self, *args)
             finally:
-                self._workspace = own
+                self._pairs, self._here = own
 
         return call
 

@@ -94,8 +94,8 @@ def check_model(rank: int, path: str, name: str) -> None:
     for layer in (block.gate_proj, block.up_proj, block.down_proj):
         # torch cannot copy DTensors that begin within another tensor, as the loader leaves them.
         for key, parameter in list(layer.named_parameters()):
-            own = parameter.detach().to_local().clone()
-            setattr(layer, key, torch.nn.Parameter(as_dtensor(own, parameter)))
+            whole = parameter.detach().full_tensor()
+            setattr(layer, key, torch.nn.Parameter(as_dtensor(whole, parameter)))
     x = torch.randn(2, 3, cut.config.hidden_size, generator=generator)
     buffer = io.BytesIO()
     torch.save(block, buffer)
