@@ -44,7 +44,7 @@ from fusedcomm.engines.host.running import Execution, pieces_of, stages
 from fusedcomm.planning import collectives as planning
 from fusedcomm.planning.collectives import Plan, space
 from fusedcomm.protocol import SLOTS, Call
-from fusedcomm.trace import is_open, span
+from fusedcomm.trace import span
 
 Bounds = list[tuple[int, int]]
 
@@ -53,7 +53,7 @@ def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction
     """``out = reduction over ranks of x``, bitwise equal on every rank; both flat."""
     # Peers may still read x there when this rank's result is written.
     resident = None if out.data_ptr() == x.data_ptr() else comm.memory.find_symmetric(x)
-    with comm.collective(plan.text if resident is None else plan.text + place(resident)):
+    with comm.collective(plan.text + place(resident)):
         if comm.world_size == 1:
             out.copy_(x)
             return
@@ -99,7 +99,7 @@ def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: B
     """``out[:, bounds[r]] = x of rank r``."""
     rank, dtype = comm.rank, x.dtype
     resident = comm.memory.find_symmetric(x)
-    with comm.collective(plan.text if resident is None else plan.text + place(resident)):
+    with comm.collective(plan.text + place(resident)):
         if comm.world_size == 1:
             out.copy_(x)
             return
@@ -133,16 +133,16 @@ def reduce_scatter(
     rank, world_size, dtype = comm.rank, comm.world_size, x.dtype
     resident = comm.memory.find_symmetric(x)
     divisor = world_size if reduction == "avg" else 1
-    with comm.collective(plan.text if resident is None else plan.text + place(resident)):
+    with comm.collective(plan.text + place(resident)):
         if world_size == 1:
             out.copy_(x)
             return
-        _, wait = steps()
+        copy, wait = steps()
         parts = columns(x, bounds)
         pieces, region = cut(x.shape[0], bounds[0][1], dtype, world_size, resident)
 
         def offer(call: Call, piece: Piece | None) -> None:
-            offer_parts(call, piece, parts, comm.successors, region)
+            offer_parts(call, piece, parts, comm.successors, region, copy)
 
         def part_of(call: Call, piece: Piece | None, source: int, shape: torch.Size) -> Tensor:
             if source == rank:
@@ -159,9 +159,6 @@ def reduce_scatter(
             target = piece_of(out, piece)
             shape = target.shape
             values = [part_of(call, piece, source, shape) for source in range(world_size)]
-            if not is_open():
-                combine(values, [target], reduction, divisor)
-                return
             with span("reduce", "own part", rank=rank):
                 combine(values, [target], reduction, divisor)
 
@@ -185,7 +182,7 @@ def all_to_all(
     rank, world_size, dtype = comm.rank, comm.world_size, x.dtype
     inner = x.shape[1]
     resident = comm.memory.find_symmetric(x)
-    with comm.collective(plan.text if resident is None else plan.text + place(resident)):
+    with comm.collective(plan.text + place(resident)):
         if world_size == 1:
             out.copy_(x)
             return
@@ -204,7 +201,7 @@ def all_to_all(
         pieces, region = cut(widest, inner, dtype, world_size, resident)
 
         def offer(call: Call, piece: Piece | None) -> None:
-            offer_parts(call, piece, sent, comm.successors, region)
+            offer_parts(call, piece, sent, comm.successors, region, copy)
 
         def take(call: Call, piece: Piece | None) -> None:
             # Whole, once: the pieces are cut for what travels.

@@ -141,12 +141,17 @@ def _named_copy(target: Tensor, source: Tensor, rank: int, what: str, peer: int)
 
 
 def offer_parts(
-    call: Call, piece: Piece | None, parts: Sequence[Tensor], peers: Sequence[int], region: int
+    call: Call,
+    piece: Piece | None,
+    parts: Sequence[Tensor],
+    peers: Sequence[int],
+    region: int,
+    copy: Callable[..., None],
 ) -> None:
-    """Copy each peer's part into this rank's slot, ``region`` bytes apart."""
-    rank, (copy, _) = call.rank, steps()
+    """Copy each peer's part into this rank's slot, ``region`` bytes apart, by ``copy``."""
+    rank = call.rank
     for peer in peers:
-        part = parts[peer] if piece is None else piece_of(parts[peer], piece)
+        part = piece_of(parts[peer], piece)
         copy(call.write(rank, peer * region, part.shape, part.dtype), part, rank, "for", peer)
 
 
