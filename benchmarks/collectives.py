@@ -5,6 +5,8 @@ The paths of a case, each with its output allocated before (S is the bytes of th
     fusedcomm             the library's function on a tensor of its own
     fusedcomm, symmetric  the same on a symmetric tensor: peers read the input where it is
     gloo                  torch.distributed's collective on gloo; its all-reduce in place
+    copies                what memory allows: a rank's own copies and sums of a private tensor, with
+                          nobody waited for; see ``_collectives.copies``
     MPI                   the same in MPI's shared memory, where mpi4py and mpirun are installed:
                           processes of their own on the same cores, ordered by the benchmark's,
                           with memory in pages of the same size
@@ -79,7 +81,7 @@ def summarise(results: list[CaseResult], options: Options) -> list[Verdict]:
         ]
         return min(ratios, key=lambda ratio: ratio[0].value) if ratios else None
 
-    def verdict(text: str, ratio: tuple[Estimate, str] | None, target: float) -> None:
+    def verdict(text: str, ratio: tuple[Estimate, str] | None, target: float | None) -> None:
         if ratio is not None:
             value, name = ratio
             found = Verdict(f"{text} (least: {name})", value, target if standard else None)
@@ -98,6 +100,8 @@ def summarise(results: list[CaseResult], options: Options) -> list[Verdict]:
         text = f"{op}: MPI / fusedcomm from 1 MB on"
         verdict(text, least(large, path, "MPI"), private)
         verdict(f"{text}, symmetric", least(large, OURS[1], "MPI"), in_place)
+        verdict(f"{op}: gloo / copies from 1 MB on", least(large, "copies", "gloo"), None)
+        verdict(f"{op}: copies / fusedcomm from 1 MB on", least(large, path, "copies"), None)
     for result in results:
         if result.labels["bytes"] == SIZES[0]:
             for name, measured in result.paths.items():

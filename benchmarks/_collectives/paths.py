@@ -1,4 +1,5 @@
-"""One collective at one size: the library's, on private and on symmetric memory, gloo's, MPI's."""
+"""One collective at one size: the library's, on private and on symmetric memory, gloo's, MPI's, and
+what memory allows."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import fusedcomm as fc
 from fusedcomm.benchmarks._collectives import mpi
+from fusedcomm.benchmarks._collectives.copies import copies
 from fusedcomm.benchmarks.harness import Options, Path, Prepared, Ranks, relative_bound
 
 if hasattr(dist, "all_gather_single"):  # torch 2.13's names; it warns at the older ones
@@ -47,6 +49,7 @@ def prepare(op: str, nbytes: int, options: Options, ranks: Ranks) -> Prepared:
             lambda: call(symmetric.local, out=out, engine=options.engine), expected, bound
         ),
         "gloo": _gloo(op, x, theirs, expected, bound),
+        "copies": Path(copies(op, x, torch.empty_like(out), ranks.rank, ranks.world_size)),
     }
     if mpi.is_installed() and options.dtype == torch.float32:
         paths["MPI"] = _mpi(op, count, ranks)

@@ -14,6 +14,7 @@ _STYLES = {
     "fusedcomm, symmetric": (COLOURS[5], "--"),
     "gloo": (COLOURS[0], "-"),
     "MPI": (COLOURS[2], "-"),
+    "copies": (COLOURS[3], ":"),
 }
 
 

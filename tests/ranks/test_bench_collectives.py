@@ -26,7 +26,7 @@ def test_small_cases_run_and_agree(tmp_path: FilePath, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert code == 0, out
     content = json.loads(json_file.read_text())
-    expected = ["fusedcomm", "fusedcomm, symmetric", "gloo"]
+    expected = ["fusedcomm", "fusedcomm, symmetric", "gloo", "copies"]
     if mpi.is_installed():
         expected.append("MPI")
     assert [case["labels"]["op"] for case in content["cases"]] == list(collectives.OPS)
