@@ -15,7 +15,7 @@ from fusedcomm.benchmarks.harness import (
     Ranks,
     relative_bound,
 )
-from fusedcomm.engines.host.scatter import add_in_order
+from fusedcomm.engines.combining import add_in_order
 from fusedcomm.protocol import SLOTS
 
 

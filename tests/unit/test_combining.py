@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fusedcomm.engines.host import combining
+from fusedcomm.engines import combining
 
 SHAPES = ((37,), (5, 7), (1, 37), (3, 0), (0,))
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

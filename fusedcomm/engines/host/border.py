@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 import torch
 
 from fusedcomm.communicator import Communicator
+from fusedcomm.engines.across.levels import Levels, Like, Parcels
 from fusedcomm.engines.choices import dot_rows, sum_choices
-from fusedcomm.engines.host.levels import Levels, Like, Parcels
 from fusedcomm.engines.host.rows import Returns
 from fusedcomm.engines.relays import Relays
 from fusedcomm.trace import span

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.host.combining import combine
+from fusedcomm.engines.combining import combine
 from fusedcomm.engines.host.exchanging import (
     Piece,
     Resident,

@@ -24,9 +24,11 @@ from torch.distributed import Work
 
 from fusedcomm.between import Between
 from fusedcomm.communicator import Communicator
+from fusedcomm.engines.across.levels import agree, as_bytes, finish
+from fusedcomm.engines.combining import add_in_order
 from fusedcomm.engines.host import gather as domain_gather
 from fusedcomm.engines.host.gather import describe
-from fusedcomm.engines.host.scatter import Partial, add_in_order
+from fusedcomm.engines.host.scatter import Partial
 from fusedcomm.engines.host.scatter import reduce_scatter as domain_reduce_scatter
 from fusedcomm.schedule import successors
 from fusedcomm.trace import span
@@ -140,29 +142,6 @@ def reduce_scatter(
     parts[mine] = sums[mine]
     with span("reduce", "add the domains' sums", rank=comm.rank):
         return add_in_order(parts, bias, dtype)
-
-
-def agree(comm: Communicator, op: str) -> None:
-    """Within the domain's ``collective``: make sure that the other domains are in the same call."""
-    inside, between = comm.inside, comm.between
-    assert inside is not None and between is not None
-    with span("wait", "agree with the other domains", rank=comm.rank):
-        told = between.describe(comm.calls.text)
-        inside.torch.run(op, lambda: told[0])
-    between.check(told[1])
-
-
-def finish(comm: Communicator, op: str, crossing: Work | None) -> None:
-    """Within the domain's ``collective``: wait for what crosses."""
-    assert comm.inside is not None
-    with span("wait", "wait for the other domains", rank=comm.rank):
-        comm.inside.torch.wait(op, crossing)
-
-
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous ``[rows, …]`` as bytes ``[rows, bytes]``: gloo moves any dtype so."""
-    columns = x.shape[1:].numel() * x.dtype.itemsize
-    return x.reshape(-1).view(torch.uint8).view(x.shape[0], columns)
 
 
 def _spread(

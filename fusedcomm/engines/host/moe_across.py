@@ -31,10 +31,10 @@ import numpy as np
 import torch
 
 from fusedcomm.communicator import Communicator
+from fusedcomm.engines.across import collectives as across
+from fusedcomm.engines.across.levels import Levels
 from fusedcomm.engines.experts import Experts
-from fusedcomm.engines.host import across
 from fusedcomm.engines.host.border import Border, Sums, weight_dots, weight_grad
-from fusedcomm.engines.host.levels import Levels
 from fusedcomm.engines.host.moe_ffn import Backward, Forward, again
 from fusedcomm.engines.host.rows import Returns, Rows, arriving, clear_padding, give_back, take
 from fusedcomm.engines.host.units import Work

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.host.combining import combine
+from fusedcomm.engines.combining import combine
 from fusedcomm.engines.host.exchanging import steps
 from fusedcomm.planning.collectives import space
 from fusedcomm.programs import all_reduce_programs

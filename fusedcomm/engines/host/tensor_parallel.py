@@ -18,9 +18,9 @@ from __future__ import annotations
 import torch
 
 from fusedcomm.communicator import Communicator
+from fusedcomm.engines.combining import add_in_order
 from fusedcomm.engines.host.gather import describe
 from fusedcomm.engines.host.group import gather, reduce_scatter
-from fusedcomm.engines.host.scatter import add_in_order
 from fusedcomm.engines.products import add_linears, linear_into, sum_of_linears
 from fusedcomm.planning.tensor_parallel import Plan, one_shot_space
 from fusedcomm.schedule import successors

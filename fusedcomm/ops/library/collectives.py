@@ -159,8 +159,8 @@ def _decide(
     algorithm: str = "direct",
 ) -> tuple[Plan, ModuleType]:
     chosen = plan(comm, op, size, x.dtype, x.device, engine, details, algorithm)
-    several = chosen.engine == "host" and comm.inside is not None
-    return chosen, operations_of(chosen.engine, "across" if several else "collectives")
+    several = comm.inside is not None and chosen.engine != "plain"
+    return chosen, operations_of("across" if several else chosen.engine, "collectives")
 
 
 def _columns(shape: Sequence[int], dim: int, size: int, parts: int) -> tuple[int, Bounds]:

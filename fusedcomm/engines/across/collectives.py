@@ -1,4 +1,6 @@
-"""Collectives of a group of several domains: the functions of ``collectives``, in two levels.
+"""Collectives of a group of several domains: every engine's, in two levels.
+
+Inside a domain they are the functions of the plan's engine; see ``levels`` for what crosses.
 
 With N domains of g ranks, n = N g and a full tensor of S bytes; every byte crosses a border once:
 
@@ -25,15 +27,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
+from fusedcomm.engines import operations_of
+from fusedcomm.engines.across.levels import Levels, elements
+from fusedcomm.engines.combining import combine
 from fusedcomm.engines.counts import check_all_counts
-from fusedcomm.engines.host import collectives
-from fusedcomm.engines.host.combining import combine
-from fusedcomm.engines.host.levels import Levels, elements
 from fusedcomm.planning.collectives import Plan
 from fusedcomm.schedule import shard_bounds, successors
 
@@ -43,13 +46,13 @@ Bounds = list[tuple[int, int]]
 def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction: str) -> None:
     """``out = reduction over ranks of x``, bitwise equal on every rank; both flat."""
     with comm.collective(plan.text):
-        levels = Levels(comm, plan.text, "all_reduce")
+        levels, ops = _levels(comm, plan, "all_reduce")
         inside, mine = levels.inside, levels.mine
         chunks = shard_bounds(x.numel(), inside.world_size)
         first, last = chunks[inside.rank]
         chunk = x.new_empty(last - first)
         levels.agree()
-        collectives.reduce_scatter(
+        ops.reduce_scatter(
             inside, _step(plan, "reduce"), x.view(1, -1), chunk.view(1, -1), chunks, reduction
         )
         parts = shard_bounds(chunk.numel(), len(levels.domains))
@@ -65,15 +68,13 @@ def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction
         for domain, (start, stop) in enumerate(parts):
             if domain != mine:
                 chunk[start:stop].copy_(came[domain])
-        collectives.all_gather(
-            inside, _step(plan, "gather"), chunk.view(1, -1), out.view(1, -1), chunks
-        )
+        ops.all_gather(inside, _step(plan, "gather"), chunk.view(1, -1), out.view(1, -1), chunks)
 
 
 def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: Bounds) -> None:
     """``out[:, bounds[r]] = x of rank r``."""
     with comm.collective(plan.text):
-        levels = Levels(comm, plan.text, "all_gather")
+        levels, ops = _levels(comm, plan, "all_gather")
         outer = x.shape[0]
         widths = [_width(bounds[rank]) for rank in levels.counterparts]
         levels.agree()
@@ -90,7 +91,7 @@ def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: B
             together = _together(bounds, ranks)
             target = out[:, slice(*together)] if together else x.new_empty(outer, inner[-1][1])
             step = _step(plan, f"domain {domain}")
-            collectives.all_gather(levels.inside, step, shard, target, inner)
+            ops.all_gather(levels.inside, step, shard, target, inner)
             if together is None:
                 for rank, columns in zip(ranks, inner, strict=True):
                     out[:, slice(*bounds[rank])].copy_(target[:, slice(*columns)])
@@ -101,7 +102,7 @@ def reduce_scatter(
 ) -> None:
     """``out = reduction over ranks of x[:, bounds[rank]]``, domain by domain in their order."""
     with comm.collective(plan.text):
-        levels = Levels(comm, plan.text, "reduce_scatter")
+        levels, ops = _levels(comm, plan, "reduce_scatter")
         mine, number = levels.mine, len(levels.domains)
         outer = x.shape[0]
         levels.agree()
@@ -116,7 +117,7 @@ def reduce_scatter(
             own = x.new_empty(outer, _width(bounds[levels.counterparts[domain]]))
             step = _step(plan, f"for domain {domain}")
             inner = _side_by_side(bounds, ranks)
-            collectives.reduce_scatter(levels.inside, step, part, own, inner, reduction)
+            ops.reduce_scatter(levels.inside, step, part, own, inner, reduction)
             return own
 
         sums = {domain: reduce_for(domain).view(-1) for domain in successors(mine, number)}
@@ -145,7 +146,7 @@ def all_to_all(
     A row goes first to the rank of its own domain that is in the receiver's place, then across.
     """
     with comm.collective(plan.text):
-        levels = Levels(comm, plan.text, "all_to_all")
+        levels, ops = _levels(comm, plan, "all_to_all")
         inside = levels.inside
         rank, world_size = comm.rank, comm.world_size
         levels.agree()
@@ -161,7 +162,7 @@ def all_to_all(
         sends = [sum(counts[rank][to] for to in place) for place in places]
         takes = [sum(counts[source][to] for to in levels.counterparts) for source in own]
         relayed = x.new_empty(sum(takes), x.shape[1])
-        collectives.all_to_all(inside, _step(plan, "inside"), sent, relayed, sends, takes)
+        ops.all_to_all(inside, _step(plan, "inside"), sent, relayed, sends, takes)
 
         # Across: for every domain the rows that came from all ranks of this one.
         blocks = [
@@ -192,7 +193,7 @@ def all_to_all(
 def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) -> None:
     """``out = x of src``; both flat. What x holds elsewhere does not matter."""
     with comm.collective(plan.text):
-        levels = Levels(comm, plan.text, "broadcast")
+        levels, ops = _levels(comm, plan, "broadcast")
         inside, topology = levels.inside, comm.topology
         origin, place = topology.domain_of(src), topology.local_rank(src)
         if comm.rank == src and out.data_ptr() != x.data_ptr():
@@ -202,7 +203,12 @@ def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) 
             if inside.rank == place and out.numel():
                 data = elements(out)
                 inside.torch.run(levels.op, lambda: levels.between.broadcast(data, origin))
-        collectives.broadcast(inside, _step(plan, "inside"), out, out, place)
+        ops.broadcast(inside, _step(plan, "inside"), out, out, place)
+
+
+def _levels(comm: Communicator, plan: Plan, op: str) -> tuple[Levels, ModuleType]:
+    """Within the call: its levels, and the engine's collectives of one domain."""
+    return Levels(comm, plan.text, op), operations_of(plan.engine, "collectives")
 
 
 def _counts(

@@ -14,6 +14,8 @@ from torch import Tensor
 
 #: Bytes of the block in which contributions are added: it stays in the second-level cache.
 BLOCK_BYTES = 1 << 19
+#: Float32 elements of the block in which ``add_in_order`` does the same.
+_BLOCK = 1 << 17
 _HALVES = (torch.float16, torch.bfloat16)
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -101,3 +103,33 @@ def _reduce_block(
             return
     if divisor > 1:
         target.div_(divisor)
+
+
+def add_in_order(
+    parts: list[torch.Tensor], bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The sum of ``parts`` and ``bias`` in float32, in their order, rounded once to ``dtype``.
+
+    Args:
+        parts: tensors of one shape ``[rows, features]`` and dtype; a single one may be returned.
+        bias: ``[features]`` or None.
+    """
+    if bias is None and all(part.dtype == dtype for part in parts):
+        if len(parts) == 1:
+            return parts[0]
+        if len(parts) == 2:
+            return parts[0] + parts[1]  # float32 inside, rounded once
+    rows, features = parts[0].shape
+    result = torch.empty(rows, features, dtype=dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    block_rows = max(1, _BLOCK // max(1, features))
+    block = torch.empty(min(block_rows, rows), features, dtype=wide)
+    for start in range(0, rows, block_rows):
+        stop = min(start + block_rows, rows)
+        total = block[: stop - start].copy_(parts[0][start:stop])
+        for part in parts[1:]:
+            total += part[start:stop]
+        if bias is not None:
+            total += bias
+        result[start:stop].copy_(total)
+    return result

@@ -12,7 +12,7 @@ from torch.distributed import Work
 
 from fusedcomm.between import Between
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.host.group import agree, as_bytes, finish
+from fusedcomm.trace import span
 
 
 class Levels:
@@ -130,6 +130,23 @@ def _unpacked(data: Tensor, likes: Sequence[Like]) -> list[Tensor]:
     return found
 
 
+def agree(comm: Communicator, op: str) -> None:
+    """Within the domain's ``collective``: make sure that the other domains are in the same call."""
+    inside, between = comm.inside, comm.between
+    assert inside is not None and between is not None
+    with span("wait", "agree with the other domains", rank=comm.rank):
+        told = between.describe(comm.calls.text)
+        inside.torch.run(op, lambda: told[0])
+    between.check(told[1])
+
+
+def finish(comm: Communicator, op: str, crossing: Work | None) -> None:
+    """Within the domain's ``collective``: wait for what crosses."""
+    assert comm.inside is not None
+    with span("wait", "wait for the other domains", rank=comm.rank):
+        comm.inside.torch.wait(op, crossing)
+
+
 def as_flat_bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
@@ -137,3 +154,9 @@ def as_flat_bytes(x: Tensor) -> Tensor:
 def elements(x: Tensor) -> Tensor:
     """A flat tensor as bytes ``[elements, itemsize]``, whose rows torch may count."""
     return as_bytes(x.view(-1, 1))
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous ``[rows, …]`` as bytes ``[rows, bytes]``: gloo moves any dtype so."""
+    columns = x.shape[1:].numel() * x.dtype.itemsize
+    return x.reshape(-1).view(torch.uint8).view(x.shape[0], columns)

@@ -1,0 +1,1 @@
+"""Groups of several domains of equal size: what every engine does between them."""
