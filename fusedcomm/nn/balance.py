@@ -1,4 +1,8 @@
-"""How evenly a router spreads its tokens, and the losses that make it do so."""
+"""How evenly a router spreads its tokens, and the losses that make it do so.
+
+A token of no expert (all its ids below 0, or E and above) is padding: no count and no loss has a
+part of it, and its logits may be anything. So it is with ``fc.nn.MoE``'s ``num_tokens``.
+"""
 
 from __future__ import annotations
 
@@ -41,25 +45,22 @@ def load_balancing_loss(
     Args:
         routing: what a router returned for this rank's tokens.
         group: the ranks over which tokens are cut; see ``fusedcomm.ops.tensor_parallel``.
-        mask: bool ``[T]`` or of its shape, the tokens that count (not padding); all by default.
+        mask: bool ``[T]`` or of its shape, the tokens that count (not padding); by default those
+            that have an expert.
 
     Returns:
         a float32 scalar; 0 where no token counts.
     """
     num_experts = routing.logits.shape[-1]
-    logits, ids = routing.logits.float(), routing.ids
-    if mask is not None:
-        mask = _checked(mask, logits.shape[0])
-        # A token that does not count chooses no expert.
-        ids = ids.masked_fill(~mask.unsqueeze(-1), -1)
-    tokens = logits.shape[0] if mask is None else mask.sum()
-    totals = torch.cat([_local_counts(ids, num_experts), ids.new_zeros(1).long() + tokens])
+    counted = _counted(routing, mask)
+    ids = routing.ids.long().where(counted, -1)
+    totals = torch.cat([_local_counts(ids, num_experts), counted.sum().reshape(1)])
     world_size = _sum_over(group, totals, "load_balancing_loss")
     all_tokens = totals[-1].clamp(min=1).float()
     chosen = totals[:-1].float() / all_tokens
-    probabilities = logits.softmax(-1)
-    if mask is not None:
-        probabilities = probabilities.where(mask.unsqueeze(-1), 0.0)
+    # Before the softmax, too, whose gradient would be NaN where logits are.
+    logits = routing.logits.float().where(counted, 0.0)
+    probabilities = logits.softmax(-1).where(counted, 0.0)
     return num_experts * world_size * (chosen @ probabilities.sum(0)) / all_tokens
 
 
@@ -75,25 +76,31 @@ def router_z_loss(routing: Routing, *, mask: Tensor | None = None) -> Tensor:
     Returns:
         a float32 scalar; 0 where no token counts.
     """
-    squares = routing.logits.float().logsumexp(-1).square()
-    if mask is None:
-        return squares.sum() / max(squares.shape[0], 1)
-    mask = _checked(mask, squares.shape[0])
-    return squares.where(mask, 0.0).sum() / mask.sum().clamp(min=1)
+    counted = _counted(routing, mask)
+    squares = routing.logits.float().where(counted, 0.0).logsumexp(-1, keepdim=True).square()
+    return squares.where(counted, 0.0).sum() / counted.sum().clamp(min=1)
 
 
 def _local_counts(ids: Tensor, num_experts: int) -> Tensor:
-    legal = (ids >= 0) & (ids < num_experts)
+    legal = _legal(ids, num_experts)
     bins = ids.long().where(legal, num_experts).flatten()
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     return counts.scatter_add_(0, bins, torch.ones_like(bins))[:num_experts]
 
 
-def _checked(mask: Tensor, tokens: int) -> Tensor:
-    mask = mask.reshape(-1).bool()
-    if mask.shape[0] != tokens:
-        raise ValueError(f"mask must have one entry per token, {tokens}; got {mask.shape[0]}")
-    return mask
+def _legal(ids: Tensor, num_experts: int) -> Tensor:
+    return (ids >= 0) & (ids < num_experts)
+
+
+def _counted(routing: Routing, mask: Tensor | None) -> Tensor:
+    """The tokens that count, bool ``[T, 1]``."""
+    tokens, num_experts = routing.logits.shape
+    has_expert = _legal(routing.ids, num_experts).any(-1, keepdim=True)
+    if mask is None:
+        return has_expert
+    if mask.numel() != tokens:
+        raise ValueError(f"mask must have one entry per token, {tokens}; got {mask.numel()}")
+    return has_expert & mask.reshape(-1, 1).bool()
 
 
 def _sum_over(group: Any, totals: Tensor, op: str) -> int:

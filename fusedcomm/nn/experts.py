@@ -193,6 +193,8 @@ class Experts(ShardedModule):
         ids: Tensor,
         weights: Tensor,
         beside: Callable[[], Tensor] | None = None,
+        *,
+        num_tokens: int | Tensor | None = None,
     ) -> Any:
         """The weighted sum of what each token's experts make of it.
 
@@ -200,16 +202,17 @@ class Experts(ShardedModule):
             x: this rank's tokens ``[T, hidden]``; T may differ from rank to rank.
             ids: integers ``[T, k]``, global expert ids; others mean no expert.
             weights: ``[T, k]``.
-            beside: see :func:`fusedcomm.moe_ffn`.
+            beside, num_tokens: see :func:`fusedcomm.moe_ffn`.
 
         Returns:
-            ``[T, hidden]``; with ``beside``, this and its result.
+            ``[T, hidden]``; with ``beside``, this and its result. Zeros for a token of no expert.
         """
         w13, w2, b13, b2 = self.weights()
         common: dict[str, Any] = {
             "num_experts": self.num_experts,
             "group": self.comm,
             "placement": self.placement,
+            "num_tokens": num_tokens,
         }
         if callable(self.activation):
             x, _, _ = autocast(x, (), ())

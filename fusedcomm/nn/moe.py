@@ -19,7 +19,8 @@ from fusedcomm.nn.hf_blocks import (
 )
 from fusedcomm.nn.replicated import calls_on_shard
 from fusedcomm.nn.router import Router, Routing
-from fusedcomm.ops.moe import Placed
+from fusedcomm.ops.checks_moe import check_num_tokens
+from fusedcomm.ops.moe import Placed, present
 
 _SHARED: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -250,26 +251,48 @@ class MoE(nn.Module):
         name = self._names.get(role)
         return None if name is None else getattr(self, name)
 
-    def forward(self, x: Tensor, *, return_routing: bool = False) -> Any:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        num_tokens: int | Tensor | None = None,
+        return_routing: bool = False,
+    ) -> Any:
         """``[…, hidden]`` to the same.
 
         Args:
+            num_tokens: how many of x's tokens there are; those behind them are padding, whatever
+                they hold. Their y and their gradient are zeros, nothing is sent for them, and no
+                gradient of a parameter has a part of theirs. In the routing their ids are -1 and
+                their weights 0, so that no count and no loss of it counts them. A number or an
+                integer tensor, which on a GPU may be changed between replays of a captured graph.
+                Another one on every rank.
             return_routing: return ``(y, routing)``, for a loss that balances the load
                 (:func:`fusedcomm.nn.load_balancing_loss`) or for looking at it.
         """
+        check_num_tokens(x, num_tokens)
         if self.training and self.jitter:
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
         rows = x.reshape(-1, x.shape[-1])
+        there = None if num_tokens is None else present(rows, num_tokens)
+        if there is not None:
+            # Router and shared expert read every row: what is no token's, NaN perhaps, would
+            # come into the gradients of their parameters, multiplied by 0.
+            rows = torch.where(there, rows, 0.0)
         router, shared, gate = map(self._part, ("router", "shared_expert", "shared_gate"))
         call = calls_on_shard(self.experts.comm, (router, shared, gate))
         routing = Routing(*call(router, rows))
+        if there is not None:
+            ids = torch.where(there, routing.ids.long(), -1)
+            routing = routing._replace(ids=ids, weights=torch.where(there, routing.weights, 0.0))
         if shared is None:
             y = self.experts(rows, routing.ids, routing.weights).reshape(x.shape)
         else:
 
             def beside() -> Tensor:
                 own = call(shared, rows)
-                return own if gate is None else torch.sigmoid(call(gate, rows)) * own
+                own = own if gate is None else torch.sigmoid(call(gate, rows)) * own
+                return own if there is None else torch.where(there, own, 0.0)
 
             y, own = self.experts(rows, routing.ids, routing.weights, beside)
             y = y.reshape(x.shape) + own.reshape(x.shape)

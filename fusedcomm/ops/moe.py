@@ -313,10 +313,14 @@ def _ids_of(topk_ids: Tensor, num_tokens: int | Tensor | None) -> Tensor:
     ids = topk_ids.reshape(-1, topk_ids.shape[-1])
     if num_tokens is None:
         return ids
+    return torch.where(present(ids, num_tokens), ids.to(torch.int64), -1)
+
+
+def present(rows: Tensor, num_tokens: int | Tensor) -> Tensor:
+    """Which of ``rows [T, …]`` are the first ``num_tokens``: bool ``[T, 1]``, on their device."""
     if isinstance(num_tokens, Tensor):
         num_tokens = num_tokens.reshape(())
-    there = torch.arange(ids.shape[0], device=ids.device) < num_tokens
-    return torch.where(there[:, None], ids.to(torch.int64), -1)
+    return (torch.arange(rows.shape[0], device=rows.device) < num_tokens)[:, None]
 
 
 def _called(beside: Callable[[], Any], address: Address) -> Any:
