@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fusedcomm.engines.blocks import rows_at_once
+
 #: Bytes of the block in which contributions are added: it stays in the second-level cache.
 BLOCK_BYTES = 1 << 19
 #: Float32 elements of the block in which ``add_in_order`` does the same.
@@ -57,10 +59,10 @@ def combine(parts: Sequence[Tensor], targets: Sequence[Tensor], op: str, divisor
         parts, targets = [part[0] for part in parts], [target[0] for target in targets]
         first = targets[0]
     rows = first.shape[0]
-    step = max(1, BLOCK_BYTES // (size // rows * wide.itemsize))
+    step = rows_at_once(first.device, size // rows * wide.itemsize, BLOCK_BYTES)
     scratch = None
     if len(parts) > 2 or wide != first.dtype:
-        scratch = torch.empty((min(step, rows), *first.shape[1:]), dtype=wide)
+        scratch = first.new_empty((min(step, rows), *first.shape[1:]), dtype=wide)
     for start in range(0, rows, step):
         if step < rows:
             stop = min(start + step, rows)
@@ -120,10 +122,10 @@ def add_in_order(
         if len(parts) == 2:
             return parts[0] + parts[1]  # float32 inside, rounded once
     rows, features = parts[0].shape
-    result = torch.empty(rows, features, dtype=dtype)
+    result = parts[0].new_empty(rows, features, dtype=dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    block_rows = max(1, _BLOCK // max(1, features))
-    block = torch.empty(min(block_rows, rows), features, dtype=wide)
+    block_rows = rows_at_once(result.device, features, _BLOCK)
+    block = result.new_empty(min(block_rows, rows), features, dtype=wide)
     for start in range(0, rows, block_rows):
         stop = min(start + block_rows, rows)
         total = block[: stop - start].copy_(parts[0][start:stop])

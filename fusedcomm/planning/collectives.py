@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusedcomm.planning.engine import choose_engine
+from fusedcomm.planning.engine import ACROSS, choose_engine
 from fusedcomm.programs import ALGORITHMS, all_reduce_programs
 from fusedcomm.programs.all_reduce import Domains
 from fusedcomm.programs.steps import messages_per_pair
@@ -91,8 +91,8 @@ def _decide(
     details: tuple[Any, ...],
     algorithm: str,
 ) -> Plan:
-    chosen, reason = choose_engine(comm, device, dtype, engine, across=True)
-    several = chosen == "host" and comm.inside is not None
+    chosen, reason = choose_engine(comm, device, dtype, engine, across=ACROSS)
+    several = chosen != "plain" and comm.inside is not None
     if algorithm == "multimem":
         lacking = _multimem_obstacle(comm, chosen, reason, dtype, details)
         if lacking:

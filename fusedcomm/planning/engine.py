@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from fusedcomm.communicator import Communicator
 
 ENGINES = ("auto", "triton", "host", "plain")
+#: Those that overlap inside the domains of a group that has several.
+ACROSS = ("triton", "host")
 
 
 def choose_engine(
@@ -21,7 +23,7 @@ def choose_engine(
     engine: str,
     *,
     kernels: bool = True,
-    across: bool = False,
+    across: tuple[str, ...] = (),
 ) -> tuple[str, str]:
     """The engine for one call, and a sentence of reason; warns where overlap is lost.
 
@@ -29,7 +31,7 @@ def choose_engine(
         device, dtype: of the tensors.
         engine: what the caller asked for, one of ``ENGINES``.
         kernels: whether there are any for the operation.
-        across: whether the host engine has a form of it for several domains.
+        across: the engines that have a form of it for several domains.
 
     Raises:
         ValueError: the engine that was asked for cannot serve this group or device.
@@ -39,12 +41,15 @@ def choose_engine(
     obstacle = _obstacle(comm, device, dtype, engine, kernels, across)
     if obstacle is None and engine != "auto":
         return engine, f"the {engine} engine was asked for"
-    if obstacle is None and device.type == "cuda":
-        return "triton", "GPU tensors of ranks that reach each other's memory"
-    if obstacle is None and comm.inside is not None:
-        return "host", "CPU tensors; overlapped inside each domain, torch.distributed between them"
     if obstacle is None:
-        return "host", "CPU tensors of ranks that share memory"
+        chosen, kind = ("triton", "GPU") if device.type == "cuda" else ("host", "CPU")
+        if comm.inside is not None:
+            reached = "; overlapped inside each domain, torch.distributed between them"
+        elif chosen == "triton":
+            reached = " of ranks that reach each other's memory"
+        else:
+            reached = " of ranks that share memory"
+        return chosen, f"{kind} tensors{reached}"
     if engine != "auto":
         raise ValueError(f'engine="{engine}" cannot serve this call: {obstacle}')
     warnings.warn(f"fusedcomm runs without overlap: {obstacle}", stacklevel=2)
@@ -57,13 +62,13 @@ def _obstacle(
     dtype: torch.dtype,
     engine: str,
     kernels: bool,
-    across: bool,
+    across: tuple[str, ...],
 ) -> str | None:
     """Why an overlapped engine cannot serve; ``auto`` means the device's own."""
-    if comm.inside is not None and (engine == "triton" or device.type == "cuda"):
-        return "its kernels serve one domain, and the group has several"
-    if comm.inside is not None and not across:
-        return "this operation overlaps within one domain only, and the group has several"
+    meant = engine if engine != "auto" else "triton" if device.type == "cuda" else "host"
+    if comm.inside is not None and (meant not in across or device.type == "cuda"):
+        whose = "its kernels serve" if meant == "triton" else "this operation overlaps within"
+        return f"{whose} one domain, and the group has several"
     if not comm.shares_memory and comm.inside is None:
         return "the group's ranks do not share memory, and form no domains of one size above 1"
     if device.type == "cuda" and not kernels:

@@ -104,7 +104,7 @@ def plan(
     Raises:
         ValueError: the engine that was asked for cannot serve this group or device.
     """
-    chosen, reason = choose_engine(comm, device, dtype, engine, across=True)
+    chosen, reason = choose_engine(comm, device, dtype, engine, across=("host",))
     across = chosen == "host" and is_across(comm, device, engine)
     chunks = "two_level" if across else 1 if chosen == "plain" else terms.num_experts
     record_plan(op, chosen, chunks, reason)

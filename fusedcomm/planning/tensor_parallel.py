@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedcomm.planning.engine import choose_engine
+from fusedcomm.planning.engine import ACROSS, choose_engine
 from fusedcomm.protocol import Space
 from fusedcomm.schedule import scaled_bounds
 from fusedcomm.trace import record_plan
@@ -86,7 +86,7 @@ def plan(
     Raises:
         ValueError: the engine that was asked for cannot serve this group or device.
     """
-    chosen, reason = choose_engine(comm, device, dtype, engine, across=True)
+    chosen, reason = choose_engine(comm, device, dtype, engine, across=ACROSS)
     bounds = scaled_bounds(size, comm.world_size, inner)
     rows = bounds[0][1]
     chunked = chosen == "triton" or (chosen == "host" and is_chunked(bounds))

@@ -22,16 +22,17 @@ def test_dtypes(pools: Pools) -> None:
     pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(check_dtypes, "host", timeout_s=120)
 
 
-def some_calls(rank: int) -> None:
-    checker = Checker(fc.Communicator.of())
-    for shape in ((5, 3), (0, 2), (64, 33)):
+def some_calls(rank: int, engine: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+    checker = Checker(fc.Communicator.of(), engine)
+    for shape in shapes:
         checker.every_op(shape)
     checker.all_reduce((29,), torch.bfloat16, "avg", "hierarchical")
     checker.finish()
 
 
 def test_four_domains_of_two(pools: Pools) -> None:
-    pools(8, FUSEDCOMM_DOMAINS=FOUR_OF_TWO).run(some_calls, timeout_s=120)
+    shapes = ((5, 3), (0, 2), (64, 33))
+    pools(8, FUSEDCOMM_DOMAINS=FOUR_OF_TWO).run(some_calls, "host", shapes, timeout_s=120)
 
 
 def few_send(rank: int) -> None:
@@ -50,7 +51,7 @@ def test_an_all_to_all_in_which_few_send(pools: Pools) -> None:
     pools(8, FUSEDCOMM_DOMAINS=FOUR_OF_TWO).run(few_send, timeout_s=30)
 
 
-def crossing(rank: int, size: int) -> dict[str, list[int]]:
+def crossing(rank: int, size: int, engine: str) -> dict[str, list[int]]:
     """Bytes that every rank sends to other domains in one call on ``size`` float32."""
     comm = fc.Communicator.of()
     world_size = comm.world_size
@@ -58,11 +59,11 @@ def crossing(rank: int, size: int) -> dict[str, list[int]]:
     x = torch.ones(size)
     first, last = shard_bounds(size, world_size)[rank]
     calls = {
-        "all_reduce": lambda: fc.all_reduce(x),
-        "all_gather": lambda: fc.all_gather(x[first:last], gathered_size=size),
-        "reduce_scatter": lambda: fc.reduce_scatter(x),
-        "all_to_all": lambda: fc.all_to_all(torch.ones(world_size, size)),
-        "broadcast": lambda: fc.broadcast(x, 1),
+        "all_reduce": lambda: fc.all_reduce(x, engine=engine),
+        "all_gather": lambda: fc.all_gather(x[first:last], gathered_size=size, engine=engine),
+        "reduce_scatter": lambda: fc.reduce_scatter(x, engine=engine),
+        "all_to_all": lambda: fc.all_to_all(torch.ones(world_size, size), engine=engine),
+        "broadcast": lambda: fc.broadcast(x, 1, engine=engine),
     }
     found = {}
     for op, one in calls.items():
@@ -70,7 +71,7 @@ def crossing(rank: int, size: int) -> dict[str, list[int]]:
         with fc.trace() as t:
             one()
         (plan,) = t.plans
-        assert plan.engine == "host" and plan.chunks in ("hierarchical", "two_level"), plan
+        assert plan.engine == engine and plan.chunks in ("hierarchical", "two_level"), plan
         counted = torch.tensor([comm.between.bytes_sent - before])
         everyone = [torch.empty_like(counted) for _ in range(world_size)]
         dist.all_gather(everyone, counted)
@@ -83,8 +84,12 @@ def crossing(rank: int, size: int) -> dict[str, list[int]]:
 def test_bytes_across_are_those_of_the_table(
     pools: Pools, world_size: int, domains: str, size: int
 ) -> None:
+    found = pools(world_size, FUSEDCOMM_DOMAINS=domains).run(crossing, size, "host")[0]
+    check_bytes(found, world_size, domains, size)
+
+
+def check_bytes(found: dict[str, list[int]], world_size: int, domains: str, size: int) -> None:
     n, g = domains.count(";") + 1, 2
-    found = pools(world_size, FUSEDCOMM_DOMAINS=domains).run(crossing, size)[0]
     s = 4 * size
     assert sum(found["all_reduce"]) == 2 * (n - 1) * s
     assert sum(found["all_gather"]) == sum(found["reduce_scatter"]) == (n - 1) * s
@@ -96,35 +101,35 @@ def test_bytes_across_are_those_of_the_table(
         assert found["all_gather"] == [(n - 1) * s // (n * g)] * world_size
 
 
-def bits(rank: int) -> list[bytes]:
+def bits(rank: int, engine: str) -> list[bytes]:
     torch.manual_seed(rank)
     xs = [torch.randn(1001, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    return [fc.all_reduce(x).view(torch.uint8).numpy().tobytes() for x in xs]
+    return [fc.all_reduce(x, engine=engine).view(torch.uint8).numpy().tobytes() for x in xs]
 
 
 def test_sums_are_equal_on_all_ranks_and_from_run_to_run(pools: Pools) -> None:
     pool = pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO)
-    first = pool.run(bits)
-    assert all(one == first[0] for one in first) and pool.run(bits) == first
+    first = pool.run(bits, "host")
+    assert all(one == first[0] for one in first) and pool.run(bits, "host") == first
 
 
-def errors(rank: int) -> list[str]:
+def errors(rank: int, engine: str) -> list[str]:
     found = []
     with pytest.raises(ValueError, match="needs ranks that all share memory.*2 domains") as caught:
-        fc.all_reduce(torch.ones(3), algorithm="ring")
+        fc.all_reduce(torch.ones(3), algorithm="ring", engine=engine)
     found.append(type(caught.value).__name__)
     x = torch.full((40,), 60000.0, dtype=torch.float16)
-    assert (fc.all_reduce(x, op="avg") == 60000).all(), "the sum overflowed"
+    assert (fc.all_reduce(x, op="avg", engine=engine) == 60000).all(), "the sum overflowed"
     expected = [1 if peer == rank else 3 for peer in range(4)]  # but every rank sends 1
     with pytest.raises(fc.MismatchError, match="counts") as wrong:
-        fc.all_to_all(torch.ones(4, 2), send_counts=[1] * 4, recv_counts=expected)
+        fc.all_to_all(torch.ones(4, 2), send_counts=[1] * 4, recv_counts=expected, engine=engine)
     found.append(str(wrong.value))
     return found
 
 
 def test_what_is_wrong_is_said(pools: Pools) -> None:
     pool = pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO)
-    for _, message in pool.run(errors):
+    for _, message in pool.run(errors, "host"):
         assert "disagree on all_to_all's counts" in message
     pool.restart()
 

@@ -66,13 +66,13 @@ def test_four_domains_of_two(pools: Pools) -> None:
     pools(8, FUSEDCOMM_DOMAINS=FOUR_OF_TWO).run(check_domains, some, timeout_s=120)
 
 
-def crossing(rank: int, rows: int) -> dict[str, list[int]]:
+def crossing(rank: int, rows: int, engine: str) -> dict[str, list[int]]:
     """Bytes that every rank sends to other domains in one call, by operation."""
     comm = fc.Communicator.of()
     assert comm.between is not None
     world_size, found = dist.get_world_size(), {}
     for op in OPS:
-        case = Case(op, (rows,), k=16, n=24, needs="")
+        case = Case(op, (rows,), k=16, n=24, needs="", engine=engine)
         before = comm.between.bytes_sent
         call(case, Problem.of(case, world_size), rank, world_size)
         counted = torch.tensor([comm.between.bytes_sent - before])
@@ -87,9 +87,13 @@ def crossing(rank: int, rows: int) -> dict[str, list[int]]:
 def test_bytes_across_are_those_of_the_table(
     pools: Pools, world_size: int, domains: str, rows: int
 ) -> None:
+    found = pools(world_size, FUSEDCOMM_DOMAINS=domains).run(crossing, rows, "host")[0]
+    check_bytes(found, world_size, domains, rows)
+
+
+def check_bytes(found: dict[str, list[int]], world_size: int, domains: str, rows: int) -> None:
     """Per rank 2 (N-1)/N of S/g for an all-reduce and half of it for each of its parts."""
     n, g = domains.count(";") + 1, 2
-    found = pools(world_size, FUSEDCOMM_DOMAINS=domains).run(crossing, rows)[0]
     gathered, summed = rows * 16 * 4, rows * 24 * 4
     expected = {
         "all_gather_linear": gathered,
@@ -151,26 +155,26 @@ def test_what_crosses_is_hidden_behind_the_own_domains_products(pools: Pools, op
     pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(compute_first, op)
 
 
-def bits(rank: int, late: int | None) -> list[bytes]:
+def bits(rank: int, late: int | None, engine: str, most: int) -> list[bytes]:
     """The result of an all-reduce, twice, with a rank that is late or without."""
     found = []
-    for dtype, rows in product((torch.float32, torch.bfloat16), (5, 600)):
+    for dtype, rows in product((torch.float32, torch.bfloat16), (5, most)):
         torch.manual_seed(rank)
         x, weight = torch.randn(rows, 40, dtype=dtype), torch.randn(24, 40, dtype=dtype)
         if late is None:
-            y = fc.linear_all_reduce(x, weight)
+            y = fc.linear_all_reduce(x, weight, engine=engine)
         else:
             with straggler(late, "signal", 0.003):
-                y = fc.linear_all_reduce(x, weight)
+                y = fc.linear_all_reduce(x, weight, engine=engine)
         found.append(y.view(torch.uint8).numpy().tobytes())
     return found
 
 
 def test_sums_are_equal_on_all_ranks_and_reproducible(pools: Pools) -> None:
     pool = pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO)
-    first = pool.run(bits, None)
+    first = pool.run(bits, None, "host", 600)
     assert all(one == first[0] for one in first)
-    assert pool.run(bits, 1) == first
+    assert pool.run(bits, 1, "host", 600) == first
 
 
 def check_training(rank: int) -> None:
@@ -195,19 +199,23 @@ def test_layers_train_over_domains(pools: Pools) -> None:
     pools(4, FUSEDCOMM_DOMAINS=INTERLEAVED).run(check_training)
 
 
-def differ(rank: int) -> str:
+def differ(rank: int, engine: str) -> str:
     x = torch.ones(4, 6 if rank < 2 else 8)
     with pytest.raises(fc.FusedcommError) as caught:
-        fc.linear_all_reduce(x, torch.ones(5 if rank < 2 else 7, x.shape[1]))
+        fc.linear_all_reduce(x, torch.ones(5 if rank < 2 else 7, x.shape[1]), engine=engine)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def test_domains_that_disagree_are_told(pools: Pools) -> None:
     pool = pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO)
-    for said in pool.run(differ):
+    check_told(pool.run(differ, "host"))
+    pool.restart()
+
+
+def check_told(outcomes: list[str]) -> None:
+    for said in outcomes:
         assert said.startswith("MismatchError: domains disagree"), said
         assert "[4x1, 5]" in said and "[4x1, 7]" in said
-    pool.restart()
 
 
 def die_in_a_call(rank: int, victim: int) -> str:

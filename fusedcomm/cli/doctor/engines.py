@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusedcomm.cli.doctor.findings import Finding
-from fusedcomm.planning.engine import choose_engine
+from fusedcomm.planning.engine import ACROSS, choose_engine
 
 _SECTION = "what runs how"
 
@@ -50,5 +50,5 @@ def examine() -> list[Finding]:
 def _answer(who: str, comm: Any, device: torch.device) -> Finding:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine, reason = choose_engine(comm, device, torch.bfloat16, "auto", across=True)
+        engine, reason = choose_engine(comm, device, torch.bfloat16, "auto", across=ACROSS)
     return Finding(_SECTION, who, f"engine {engine}: {reason}", value=engine)

@@ -27,36 +27,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines import operations_of
-from fusedcomm.engines.across.levels import Levels, elements
+from fusedcomm.engines.across.levels import Levels, elements, two_levels
+from fusedcomm.engines.across.parts import Bounds, width
 from fusedcomm.engines.combining import combine
 from fusedcomm.engines.counts import check_all_counts
 from fusedcomm.planning.collectives import Plan
-from fusedcomm.schedule import shard_bounds, successors
-
-Bounds = list[tuple[int, int]]
+from fusedcomm.schedule import shard_bounds
 
 
 def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction: str) -> None:
     """``out = reduction over ranks of x``, bitwise equal on every rank; both flat."""
-    with comm.collective(plan.text):
-        levels, ops = _levels(comm, plan, "all_reduce")
+    ops = operations_of(plan.engine, "collectives")
+    with two_levels(comm, plan.text, "all_reduce") as levels:
         inside, mine = levels.inside, levels.mine
         chunks = shard_bounds(x.numel(), inside.world_size)
-        first, last = chunks[inside.rank]
-        chunk = x.new_empty(last - first)
-        levels.agree()
+        chunk = x.new_empty(width(chunks[inside.rank]))
         ops.reduce_scatter(
             inside, _step(plan, "reduce"), x.view(1, -1), chunk.view(1, -1), chunks, reduction
         )
         parts = shard_bounds(chunk.numel(), len(levels.domains))
-        sizes = [stop - start for start, stop in parts]
+        sizes = [width(part) for part in parts]
         own = chunk[slice(*parts[mine])]
         others = [chunk[slice(*part)] for domain, part in enumerate(parts) if domain != mine]
         sends = [0 if domain == mine else size for domain, size in enumerate(sizes)]
@@ -73,64 +69,35 @@ def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction
 
 def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: Bounds) -> None:
     """``out[:, bounds[r]] = x of rank r``."""
-    with comm.collective(plan.text):
-        levels, ops = _levels(comm, plan, "all_gather")
-        outer = x.shape[0]
-        widths = [_width(bounds[rank]) for rank in levels.counterparts]
-        levels.agree()
-        crossing = levels.spread("across", x, [outer * width for width in widths])
-        for domain in (levels.mine, *successors(levels.mine, len(levels.domains))):
-            if domain == levels.mine:
-                shard = x
-            else:
-                if domain == (levels.mine + 1) % len(levels.domains):
-                    came = crossing.finish()
-                shard = came[domain].view(outer, widths[domain])
-            ranks = levels.domains[domain]
-            inner = _side_by_side(bounds, ranks)
-            together = _together(bounds, ranks)
-            target = out[:, slice(*together)] if together else x.new_empty(outer, inner[-1][1])
-            step = _step(plan, f"domain {domain}")
-            ops.all_gather(levels.inside, step, shard, target, inner)
-            if together is None:
-                for rank, columns in zip(ranks, inner, strict=True):
-                    out[:, slice(*bounds[rank])].copy_(target[:, slice(*columns)])
+    with two_levels(comm, plan.text, "all_gather") as levels:
+        gather_columns(levels, plan, x, out, bounds)
+
+
+def gather_columns(levels: Levels, plan: Plan, x: Tensor, out: Tensor, bounds: Bounds) -> None:
+    """Within a call: ``all_gather``."""
+    ops = operations_of(plan.engine, "collectives")
+    for domain, part, shard in levels.shards("across", x, bounds, 1):
+        place = part.place(out)
+        ops.all_gather(levels.inside, _step(plan, f"domain {domain}"), shard, place, part.inner)
+        part.put(out, place)
 
 
 def reduce_scatter(
     comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: Bounds, reduction: str
 ) -> None:
     """``out = reduction over ranks of x[:, bounds[rank]]``, domain by domain in their order."""
-    with comm.collective(plan.text):
-        levels, ops = _levels(comm, plan, "reduce_scatter")
-        mine, number = levels.mine, len(levels.domains)
-        outer = x.shape[0]
-        levels.agree()
+    ops = operations_of(plan.engine, "collectives")
+    with two_levels(comm, plan.text, "reduce_scatter") as levels:
 
         def reduce_for(domain: int) -> Tensor:
-            ranks = levels.domains[domain]
-            together = _together(bounds, ranks)
-            if together:
-                part = x[:, slice(*together)]
-            else:
-                part = torch.cat([x[:, slice(*bounds[rank])] for rank in ranks], 1)
-            own = x.new_empty(outer, _width(bounds[levels.counterparts[domain]]))
+            part = levels.part(bounds, domain, 1)
+            own = x.new_empty(x.shape[0], width(bounds[levels.counterparts[domain]]))
             step = _step(plan, f"for domain {domain}")
-            inner = _side_by_side(bounds, ranks)
-            ops.reduce_scatter(levels.inside, step, part, own, inner, reduction)
+            ops.reduce_scatter(levels.inside, step, part.of(x), own, part.inner, reduction)
             return own
 
-        sums = {domain: reduce_for(domain).view(-1) for domain in successors(mine, number)}
-        sums[mine] = x.new_empty(0)
-        sends = [sums[domain].numel() for domain in range(number)]
-        takes = [0 if domain == mine else out.numel() for domain in range(number)]
-        sent = torch.cat([sums[domain] for domain in range(number)])
-        crossing = levels.begin("across", sent, sends, takes)
-        own = reduce_for(mine)
-        parts = [part.view(out.shape) if part.numel() else part for part in crossing.finish()]
-        parts[mine] = own
-        if out.numel():
-            combine(parts, [out], reduction, number if reduction == "avg" else 1)
+        sums = levels.sums("across", out.numel(), reduce_for)
+        combine(sums, [out], reduction, len(sums) if reduction == "avg" else 1)
 
 
 def all_to_all(
@@ -145,15 +112,15 @@ def all_to_all(
 
     A row goes first to the rank of its own domain that is in the receiver's place, then across.
     """
-    with comm.collective(plan.text):
-        levels, ops = _levels(comm, plan, "all_to_all")
+    ops = operations_of(plan.engine, "collectives")
+    with two_levels(comm, plan.text, "all_to_all") as levels:
         inside = levels.inside
         rank, world_size = comm.rank, comm.world_size
-        levels.agree()
+        equal = send_counts is None or recv_counts is None
         if send_counts is None or recv_counts is None:
             counts = [[x.shape[0] // world_size] * world_size] * world_size
         else:
-            counts = _counts(levels, plan, send_counts, recv_counts)
+            counts = _counts(levels, plan, x.device, send_counts, recv_counts)
         own, places = levels.domains[levels.mine], list(zip(*levels.domains, strict=True))
 
         # Inside: for every place the rows for all ranks in it, domain after domain.
@@ -162,7 +129,8 @@ def all_to_all(
         sends = [sum(counts[rank][to] for to in place) for place in places]
         takes = [sum(counts[source][to] for to in levels.counterparts) for source in own]
         relayed = x.new_empty(sum(takes), x.shape[1])
-        ops.all_to_all(inside, _step(plan, "inside"), sent, relayed, sends, takes)
+        told = (None, None) if equal else (sends, takes)
+        ops.all_to_all(inside, _step(plan, "inside"), sent, relayed, *told)
 
         # Across: for every domain the rows that came from all ranks of this one.
         blocks = [
@@ -192,13 +160,12 @@ def all_to_all(
 
 def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) -> None:
     """``out = x of src``; both flat. What x holds elsewhere does not matter."""
-    with comm.collective(plan.text):
-        levels, ops = _levels(comm, plan, "broadcast")
+    ops = operations_of(plan.engine, "collectives")
+    with two_levels(comm, plan.text, "broadcast") as levels:
         inside, topology = levels.inside, comm.topology
         origin, place = topology.domain_of(src), topology.local_rank(src)
         if comm.rank == src and out.data_ptr() != x.data_ptr():
             out.copy_(x)
-        levels.agree()
         with inside.collective(levels.named("across")):
             if inside.rank == place and out.numel():
                 data = elements(out)
@@ -206,43 +173,23 @@ def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) 
         ops.broadcast(inside, _step(plan, "inside"), out, out, place)
 
 
-def _levels(comm: Communicator, plan: Plan, op: str) -> tuple[Levels, ModuleType]:
-    """Within the call: its levels, and the engine's collectives of one domain."""
-    return Levels(comm, plan.text, op), operations_of(plan.engine, "collectives")
-
-
 def _counts(
-    levels: Levels, plan: Plan, send_counts: Sequence[int], recv_counts: Sequence[int]
+    levels: Levels,
+    plan: Plan,
+    device: torch.device,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
 ) -> list[list[int]]:
     """``counts[a][b]``: how many rows rank a has for rank b, all ranks' views compared."""
     world_size = levels.comm.world_size
     both = 2 * world_size
-    mine = torch.tensor([[*send_counts, *recv_counts]])
+    mine = torch.tensor([[*send_counts, *recv_counts]], device=device)
     counts = mine.new_empty(1, world_size * both)
     bounds = [(rank * both, (rank + 1) * both) for rank in range(world_size)]
-    all_gather(levels.comm, replace(plan, text=f"{plan.text}: counts"), mine, counts, bounds)
+    gather_columns(levels, _step(plan, "counts"), mine, counts, bounds)
     return check_all_counts(counts.view(world_size, both).tolist())
 
 
 def _step(plan: Plan, step: str) -> Plan:
     """The plan of a call inside the domain; its text is as ``Levels.named`` has it."""
     return replace(plan, text=f"{plan.text}: {step}", algorithm="direct")
-
-
-def _together(bounds: Bounds, ranks: Sequence[int]) -> tuple[int, int] | None:
-    """The columns of these ranks, if they lie side by side."""
-    start, stop = bounds[ranks[0]][0], bounds[ranks[-1]][1]
-    return (start, stop) if stop - start == sum(_width(bounds[rank]) for rank in ranks) else None
-
-
-def _side_by_side(bounds: Bounds, ranks: Sequence[int]) -> Bounds:
-    """Where these ranks' columns lie in a tensor that has no others."""
-    found: Bounds = []
-    for rank in ranks:
-        start = found[-1][1] if found else 0
-        found.append((start, start + _width(bounds[rank])))
-    return found
-
-
-def _width(bound: tuple[int, int]) -> int:
-    return bound[1] - bound[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,30 @@ from torch.distributed import Work
 
 from fusedcomm.between import Between
 from fusedcomm.communicator import Communicator
+from fusedcomm.engines.across.parts import Bounds, Part, cut_shape, width
+from fusedcomm.schedule import successors
 from fusedcomm.trace import span
+
+
+@contextmanager
+def two_levels(comm: Communicator, text: str, op: str) -> Iterator[Levels]:
+    """One call of a group of several domains, which all are in.
+
+    Args:
+        text: all that must be equal on every rank; see ``Communicator.collective``.
+        op: the operation's public name, for messages.
+
+    Raises:
+        MismatchError: the domains are not in the same call.
+    """
+    with comm.collective(text):
+        levels = Levels(comm, text, op)
+        levels.agree()
+        yield levels
+
+
+#: A domain, the part that its ranks have, and the shard of the one in this rank's place.
+_Arrived = tuple[int, Part, Tensor]
 
 
 class Levels:
@@ -62,6 +86,45 @@ class Levels:
         takes = [0 if domain == self.mine else count for domain, count in enumerate(takes)]
         sends = [0 if domain == self.mine else own.numel() for domain in range(len(self.domains))]
         return self.begin(step, own.reshape(-1).repeat(len(self.domains) - 1), sends, takes)
+
+    def shards(self, step: str, own: Tensor, bounds: Bounds, dim: int) -> Iterator[_Arrived]:
+        """The shards of the ranks in this one's place: the own, then those that cross meanwhile.
+
+        Args:
+            own: this rank's shard of a tensor that is cut along ``dim``.
+            bounds: every rank's, along it.
+        """
+        shapes = [cut_shape(own.shape, dim, width(bounds[rank])) for rank in self.counterparts]
+        crossing = self.spread(step, own, [math.prod(shape) for shape in shapes])
+        yield self.mine, self.part(bounds, self.mine, dim), own
+        came = crossing.finish()
+        for domain in successors(self.mine, len(self.domains)):
+            part = self.part(bounds, domain, dim)
+            yield domain, part, came[domain].view(shapes[domain])
+
+    def sums(self, step: str, size: int, reduce_for: Callable[[int], Tensor]) -> list[Tensor]:
+        """Every domain's sum of what belongs to this rank, in the order of domains.
+
+        Args:
+            size: elements of it.
+            reduce_for: the own domain's sum of what belongs to this one's counterpart in a domain.
+                Called for the own domain last, while the others' sums cross.
+        """
+        others = successors(self.mine, len(self.domains))
+        ready = {domain: reduce_for(domain).view(-1) for domain in others}
+        ready[self.mine] = ready[others[0]].new_empty(0)
+        sent = torch.cat([ready[domain] for domain in range(len(ready))])
+        sends = [ready[domain].numel() for domain in range(len(ready))]
+        takes = [0 if domain == self.mine else size for domain in range(len(ready))]
+        crossing = self.begin(step, sent, sends, takes)
+        own = reduce_for(self.mine)
+        parts = crossing.finish()
+        parts[self.mine] = own
+        return [part.view(own.shape) for part in parts]
+
+    def part(self, bounds: Bounds, domain: int, dim: int) -> Part:
+        """The part of a tensor, cut along ``dim``, that a domain's ranks have."""
+        return Part(bounds, self.domains[domain], dim)
 
 
 class Crossing:

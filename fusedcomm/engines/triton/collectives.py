@@ -34,7 +34,7 @@ def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: B
     x, out = numbers(x), numbers(out)
     rows = out.shape[0]
     # Columns that are not all of a row are gathered as rows of their own, and put in their places.
-    flat = out if rows <= 1 else torch.empty_like(out)
+    flat = out if rows <= 1 else out.new_empty(out.shape)
     shard = bounds[0][1] * rows
     _exchange(
         comm, plan, "all_gather", x.reshape(-1), flat.view(-1),

@@ -1,10 +1,14 @@
 """Tensor-parallel operations as launches of the kernels.
 
-The functions, arguments and results are those of ``engines.host.tensor_parallel``. Who raises and
-awaits which flag stands at the head of each file of ``kernels/``.
+The functions, arguments and results are those of ``engines.host.tensor_parallel``; but a caller may
+say where results go (``outs``: contiguous, of any dtype that the kernels take), to put the parts of
+several domains together. Who raises and awaits which flag stands at the head of each file of
+``kernels/``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,15 +41,18 @@ def all_gather_linear(
     biases: list[Tensor | None],
     bounds: Bounds,
     return_gathered: bool,
+    outs: list[Tensor] | None = None,
 ) -> list[Tensor]:
     op, total, features = "all_gather_linear", bounds[-1][1], x.shape[1]
     x = aligned(x)
-    ys = [x.new_empty(total, weight.shape[0]) for weight in weights]
+    if outs is None:
+        widths = [weight.shape[0] for weight in weights] + [features] * return_gathered
+        outs = [x.new_empty(total, width) for width in widths]
+    ys, gathered = outs[: len(weights)], outs[-1]
     widest = max(weight.shape[0] for weight in weights)
     tiles = tiles_of(x.device, x.dtype, bounds[0][1], widest, features, product_of(weights[:1]))
     cut = segments(bounds, plan.pieces, tiles.rows)
     space = scatter_space(bounds, features * x.dtype.itemsize, plan.pieces)
-    gathered = x.new_empty(total, features) if return_gathered else None
     with launches(comm, op, space, plan.text, x.device) as launch:
         send_rows(launch, plan, x, cut)
         for y, weight, bias in zip(ys, weights, biases, strict=True):
@@ -69,20 +76,24 @@ def all_gather_linear(
                 **launch.flags,
                 **launch.waits,
             )
-        if gathered is not None:
-            kept = gathered
-            launch.call(lambda: keep_rows(launch, x, bounds, kept))
+        if return_gathered:
+            launch.call(lambda: keep_rows(launch, x, bounds, gathered))
         if plan.copies:
             launch.join()
-    return ys if gathered is None else [*ys, gathered]
+    return outs
 
 
 def all_gather_weight_grad(
-    comm: Communicator, plan: Plan, x: Tensor, dys: list[Tensor], bounds: Bounds
+    comm: Communicator,
+    plan: Plan,
+    x: Tensor,
+    dys: list[Tensor],
+    bounds: Bounds,
+    outs: list[Tensor] | None = None,
 ) -> list[Tensor]:
     op, total, features = "all_gather_weight_grad", bounds[-1][1], x.shape[1]
     x = aligned(x)
-    grads = [dy.new_empty(dy.shape[1], features) for dy in dys]
+    grads = [dy.new_empty(dy.shape[1], features) for dy in dys] if outs is None else outs
     cut = segments(bounds, plan.pieces, 64)
     space = scatter_space(bounds, features * x.dtype.itemsize, plan.pieces)
     with launches(comm, op, space, plan.text, x.device) as launch:
@@ -103,11 +114,12 @@ def linear_reduce_scatter(
     init: Tensor | None,
     bounds: Bounds,
     wire: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
     op, features = "linear_reduce_scatter", weights[0].shape[0]
     space = scatter_space(bounds, features * wire.itemsize, plan.pieces)
     first, last = bounds[comm.rank]
-    y = xs[0].new_empty(last - first, features)
+    y = xs[0].new_empty(last - first, features) if out is None else out
     text = f"{plan.text}, bias {bias is not None}"
     with launches(comm, op, space, text, y.device) as launch:
         make = produce_and_copy if plan.copies else produce
@@ -150,11 +162,14 @@ def linear_reduce_scatter_backward(
     need_x: bool,
     need_weight: bool,
     need_bias: bool,
+    outs: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     op, total, features = "linear_reduce_scatter_backward", x.shape[0], dy.shape[1]
     dy = aligned(dy)
-    dx = x.new_empty(total, weight.shape[1])
-    dw = weight.new_empty(weight.shape)
+    if outs is None:
+        shapes = ((total, weight.shape[1]), weight.shape, (features,))
+        outs = [x.new_empty(shape) for shape in shapes]
+    dx, dw, db = outs
     product = product_of([weight.t()])
     tiles = tiles_of(dy.device, dy.dtype, bounds[0][1], weight.shape[1], features, product)
     cut = segments(bounds, plan.pieces, tiles.rows)
@@ -192,11 +207,13 @@ def linear_reduce_scatter_backward(
             launch.call(lambda: keep_rows(launch, dy, bounds, kept))
         if plan.copies:
             launch.join()
-    db = None
     if gathered is not None:
-        wide = torch.promote_types(dy.dtype, torch.float32)
-        db = gathered.sum(0, dtype=wide).to(dy.dtype)
-    return dx if need_x else None, dw if need_weight else None, db
+        db.copy_(gathered.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)))
+    return (
+        dx if need_x else None,
+        dw if need_weight else None,
+        db if need_bias else None,
+    )
 
 
 def linear_all_reduce(

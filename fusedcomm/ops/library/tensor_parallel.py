@@ -68,7 +68,10 @@ def _decide(
         engine=engine,
     )
     bounds = scaled_bounds(size, comm.world_size, inner)
-    return _Run(comm, chosen, bounds, operations_of(chosen.engine, "tensor_parallel"))
+    # The host engine's functions serve several domains as well.
+    several = chosen.engine == "triton" and comm.inside is not None
+    engine = "across" if several else chosen.engine
+    return _Run(comm, chosen, bounds, operations_of(engine, "tensor_parallel"))
 
 
 def _own_rows(group: str, channel: str, size: int, inner: int) -> int:
