@@ -21,7 +21,8 @@ from fusedcomm.testing.races.events import KINDS, Event, Launch, Range, Recordin
 
 _PACKAGE = Path(fusedcomm.__file__).parent
 #: Through these every access goes, so they do not say where one comes from.
-_PASSED_THROUGH = {"protocol.py", "waiting.py", "signals.py", "shm.py", "contextlib.py"}
+_PASSED_THROUGH = {"waiting.py", "signals.py", "shm.py", "contextlib.py"}
+_PASSED_PACKAGES = (_PACKAGE / "protocol", _PACKAGE / "testing")
 _LIBRARIES = ("numpy", "torch", "triton")
 
 
@@ -186,7 +187,7 @@ def _caller(launch: Launch | None) -> str:
 @cache
 def _is_plumbing(filename: str) -> bool:
     path = Path(filename)
-    if path.name in _PASSED_THROUGH or path.is_relative_to(_PACKAGE / "testing"):
+    if path.name in _PASSED_THROUGH or any(map(path.is_relative_to, _PASSED_PACKAGES)):
         return True
     loaded = [sys.modules[name].__file__ for name in _LIBRARIES if name in sys.modules]
     return any(path.is_relative_to(Path(file).parent) for file in loaded if file)
