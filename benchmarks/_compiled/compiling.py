@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from . import gcn, sass
-from .cases import Case
+from .case import Case
 from .code import Program
 
 #: What a chip is called here -> Triton's backend, architecture and threads in a warp.

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .cases import CASES, Case, named
+from .case import Case
+from .cases import CASES, named
 from .checks import violations
 from .compiling import CHIPS, Compiled, compile_all
 from .measures import Measures, measure

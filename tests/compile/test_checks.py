@@ -9,7 +9,7 @@ import pytest
 import triton
 
 from benchmarks._compiled import sass
-from benchmarks._compiled.cases import Case
+from benchmarks._compiled.case import Case
 from benchmarks._compiled.checks import CHECKS, violations
 from benchmarks._compiled.compiling import CHIPS, Compiled, compile_case
 from benchmarks._compiled.report import DEVIATIONS
