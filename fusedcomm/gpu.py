@@ -31,6 +31,15 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def refuse_counts() -> None:
+    """Raise if a graph is captured, which cannot wait for what the ranks say on the host."""
+    if is_capturing():
+        raise ValueError(
+            "all_to_all with counts needs the host, so it cannot be captured in a graph: leave "
+            "them out, with equal parts"
+        )
+
+
 def refuse_growth(space: Space) -> None:
     """Raise: memory cannot be had while a graph is captured."""
     raise ValueError(
@@ -63,6 +72,8 @@ class GpuSide:
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32, device=device)
         self.host_record = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
         self.seen: set[str] = set()
+        #: Multiprocessors that are left to what crosses between domains beside the kernels.
+        self.left = 0
         self._ops: list[str] = [""]
         self._stream: torch.cuda.Stream | None = None
         self._copy_stream: torch.cuda.Stream | None = None

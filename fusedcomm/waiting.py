@@ -12,9 +12,7 @@ import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import NamedTuple
-
-from torch.distributed import Work
+from typing import NamedTuple, Protocol
 
 from fusedcomm import board, circles
 from fusedcomm.errors import (
@@ -67,6 +65,14 @@ def reached(flag: int, wanted: int) -> bool:
 def following(epoch: int) -> int:
     """The int32 counter after ``epoch``."""
     return (epoch + 0x80000001) % 0x100000000 - 0x80000000
+
+
+class Pending(Protocol):
+    """What was begun and is to be waited for: torch.distributed's ``Work`` is."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> object: ...
 
 
 class Awaited(NamedTuple):
@@ -241,7 +247,7 @@ class Watch:
         for peer in self.links.peers:
             self._check(peer, awaited, start, self._gone(peer), 0)
 
-    def await_work(self, work: Work, awaited: Awaited) -> None:
+    def await_work(self, work: Pending, awaited: Awaited) -> None:
         """Wait for torch.distributed's collective of CPU ranks, with the errors of ``wait``."""
         relax = self.relaxer(awaited)
         while not work.is_completed():

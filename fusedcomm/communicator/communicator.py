@@ -20,6 +20,7 @@ from fusedcomm.communicator.barrier import Barrier
 from fusedcomm.communicator.calls import Calls
 from fusedcomm.communicator.life import Life
 from fusedcomm.communicator.memory import Memory
+from fusedcomm.communicator.reach import reach
 from fusedcomm.communicator.torch_calls import TorchCalls
 from fusedcomm.gpu import GpuSide
 from fusedcomm.groups import device_of, resolve_group
@@ -27,6 +28,8 @@ from fusedcomm.pairs import Pairs
 from fusedcomm.planning import spaces
 from fusedcomm.rendezvous import Place, meet, stay_alone
 from fusedcomm.schedule import successors
+from fusedcomm.symmetric.devices import Domain
+from fusedcomm.symmetric.groups import TorchGroup
 from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.topology import Topology
 from fusedcomm.topology.declared import Declared
@@ -65,6 +68,8 @@ class Communicator:
         timeout_s: float,
         topology: Topology,
         place: Place,
+        *,
+        is_part: bool = False,
     ) -> None:
         self.group = group
         self.channel = channel
@@ -84,8 +89,10 @@ class Communicator:
         self._pairs: Pairs | None = None
         self._gpu: GpuSide | None = None
         self.inside: Communicator | None = None
-        self.is_part = False
+        self.is_part = is_part
         self.between: Between | None = None
+        #: What ``reach`` has found out about several domains.
+        self.reached: Domain | None = None
         self.shares_memory = len(topology.domains) == 1
         links, blocks = meet(place, timeout_s) if self.shares_memory else stay_alone(place)
         self._watch = Watch(self.rank, blocks, links, timeout_s)
@@ -93,15 +100,11 @@ class Communicator:
         self._barrier = Barrier(self._watch, blocks)
         self._life = Life(self._watch)
         self.calls = Calls(self._watch, self._life)
-        self.memory = Memory(self._watch, group, self.world_size)
-        self.torch = TorchCalls(self._watch, self.device)
+        self.memory = Memory(self._watch, _torch_group(group, place if is_part else None))
+        # What crosses says itself that the host need not wait for it, if the GPU does.
+        self.torch = TorchCalls(self._watch, torch.device("cpu") if is_part else self.device)
         own = topology.domains[topology.domain_of(self.rank)]
-        if (
-            not self.shares_memory
-            and topology.uniform
-            and len(own) > 1
-            and self.device.type == "cpu"
-        ):
+        if not self.shares_memory and topology.uniform and len(own) > 1:
             self._join_domains(place, own, timeout_s)
 
     def _join_domains(self, place: Place, own: tuple[int, ...], timeout_s: float) -> None:
@@ -109,7 +112,7 @@ class Communicator:
         domains = self.topology.domains
         part = place.part(own, f"domain {self.topology.domain_of(self.rank)} of {domains}")
         inside = Communicator(
-            self.group, self.channel, timeout_s, self.topology.restricted(own), part
+            self.group, self.channel, timeout_s, self.topology.restricted(own), part, is_part=True
         )
         try:
             between = connect(self.group, self.channel, place, domains, timeout_s)
@@ -117,7 +120,6 @@ class Communicator:
             inside._watch.fail(error)
             inside.close()
             raise
-        inside.is_part = True
         inside._watch.alarm = between.alarm
         watch = self._watch
 
@@ -125,6 +127,10 @@ class Communicator:
             inside._watch.fail(error)
             between.give_up(watch.reason)
 
+        # It must not hold ``inside`` itself: a connection that only the garbage collector ends may
+        # be ended in the middle of a call on the next one, and wait there for its own other end.
+        part_watch = inside._watch
+        inside._life.on_failure = lambda error: between.give_up(part_watch.reason)
         self.inside, self.between, self._life.on_failure = inside, between, spread
 
     @classmethod
@@ -312,11 +318,13 @@ class Communicator:
                 self.memory.workspace(space, where)
 
     def gpu(self, device: torch.device) -> GpuSide:
-        """What is kept for tensors on a GPU; collective the first time.
+        """What is kept for tensors on a GPU, by the domain; collective the first time.
 
         Raises:
             ValueError: this communicator has had tensors on another GPU.
         """
+        if self.inside is not None:
+            return self.inside.gpu(device)
         if self._gpu is None:
             self._require_shared_memory("an operation on GPU tensors")
             with self.collective("first call with tensors on a GPU"):
@@ -327,6 +335,10 @@ class Communicator:
                 f"{self._gpu.device} so far: a rank has one GPU"
             )
         return self._gpu
+
+    def reach(self, device: torch.device) -> Domain:
+        """Whether, and how, kernels can work in each other's GPU memory; see ``reach.reach``."""
+        return reach(self, device)
 
     def workspace_bytes(self) -> dict[str, dict[str, int]]:
         """Symmetric memory held by this rank: kind of workspace -> bytes of data and of flags.
@@ -406,3 +418,11 @@ class Communicator:
             raise ValueError(
                 f"{what} needs ranks that share memory, but this group has several domains"
             )
+
+
+def _torch_group(group: dist.ProcessGroup, part: Place | None) -> TorchGroup:
+    """Whose GPU memory is paired up: the group's, or that of the ranks that meet in ``part``."""
+    if part is None:
+        return TorchGroup(group.group_name, dist.get_rank(group), dist.get_world_size(group))
+    store = dist.PrefixStore(f"{part.key}/memory", part.store)
+    return TorchGroup(f"{group.group_name}/{part.key}", part.rank, part.world_size, store)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 
 import torch
-import torch.distributed as dist
 
 from fusedcomm.gpu import is_capturing, refuse_growth
 from fusedcomm.protocol import Call, Space, Workspace
 from fusedcomm.symmetric.exchange import allocate
+from fusedcomm.symmetric.groups import TorchGroup
 from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.waiting import Watch
 
@@ -25,11 +25,11 @@ class Memory:
         outgrown: workspaces of captured graphs, which keep theirs until the communicator is closed.
     """
 
-    def __init__(self, watch: Watch, group: dist.ProcessGroup, world_size: int) -> None:
+    def __init__(self, watch: Watch, group: TorchGroup) -> None:
         self.first_epoch = 0
         self.workspaces: dict[str, Workspace] = {}
         self.outgrown: list[Workspace] = []
-        self._watch, self._group, self._world_size = watch, group, world_size
+        self._watch, self._group = watch, group
         self._tensors: dict[int, weakref.ref[SymmetricTensor]] = {}
 
     def take(self, op: str, space: Space) -> Call:
@@ -56,9 +56,7 @@ class Memory:
             del self.workspaces[key]
             if old.captured:
                 self.outgrown.append(old)
-        workspace = Workspace(
-            self._watch, self._group, self._world_size, space, device, self.first_epoch
-        )
+        workspace = Workspace(self._watch, self._group, space, device, self.first_epoch)
         self.workspaces[key] = workspace
         return workspace
 
@@ -81,9 +79,7 @@ class Memory:
     ) -> SymmetricTensor:
         """Within a call, whose text is ``label``: a new symmetric tensor."""
         size = torch.Size(shape).numel() * dtype.itemsize
-        segments = allocate(
-            self._watch, self._group, self._world_size, "tensor", label, size, device
-        )
+        segments = allocate(self._watch, self._group, "tensor", label, size, device)
         number = self._watch.number
         made = SymmetricTensor(segments, self._watch.rank, shape, dtype, number)
         registry = self._tensors
@@ -115,6 +111,7 @@ class Memory:
         """Let go of the workspaces; symmetric tensors live on for as long as they are held."""
         self.workspaces.clear()
         self.outgrown.clear()
+        self._group.close()
 
 
 def _key(space: Space, device: torch.device) -> str:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.distributed import Work
 
 from fusedcomm.errors import FusedcommError
-from fusedcomm.waiting import Awaited, Watch
+from fusedcomm.waiting import Awaited, Pending, Watch
 
 
 class TorchCalls:
@@ -18,16 +17,16 @@ class TorchCalls:
     def __init__(self, watch: Watch, device: torch.device) -> None:
         self._watch, self._device = watch, device
 
-    def run(self, op: str, start: Callable[[], Work | None]) -> None:
+    def run(self, op: str, start: Callable[[], Pending | None]) -> None:
         """Start a collective and wait for it."""
         self.wait(op, self.start(op, start))
 
-    def start(self, op: str, start: Callable[[], Work | None]) -> Work | None:
+    def start(self, op: str, start: Callable[[], Pending | None]) -> Pending | None:
         """Start a collective, for ``wait``."""
         with self._own_errors(op):
             return start()
 
-    def wait(self, op: str, work: Work | None) -> None:
+    def wait(self, op: str, work: Pending | None) -> None:
         """Wait for what was started."""
         if work is None:
             return

@@ -66,7 +66,7 @@ def _obstacle(
 ) -> str | None:
     """Why an overlapped engine cannot serve; ``auto`` means the device's own."""
     meant = engine if engine != "auto" else "triton" if device.type == "cuda" else "host"
-    if comm.inside is not None and (meant not in across or device.type == "cuda"):
+    if comm.inside is not None and meant not in across:
         whose = "its kernels serve" if meant == "triton" else "this operation overlaps within"
         return f"{whose} one domain, and the group has several"
     if not comm.shares_memory and comm.inside is None:
@@ -95,7 +95,7 @@ def _gpu_obstacle(
         return 'the host engine serves CPU tensors; for GPU tensors there is engine="triton"'
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET=1 has kernels interpreted on the CPU: unset it to use the GPU"
-    return _dtype_obstacle(dtype) or comm.gpu(device).domain.obstacle
+    return _dtype_obstacle(dtype) or comm.reach(device).obstacle
 
 
 def _dtype_obstacle(dtype: torch.dtype) -> str | None:

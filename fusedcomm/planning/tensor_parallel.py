@@ -101,7 +101,7 @@ def plan(
             f"{comm.world_size} times"
         )
     copies = False
-    if chosen == "triton" and device.type == "cuda" and comm.gpu(device).domain.copies:
+    if chosen == "triton" and device.type == "cuda" and comm.reach(device).copies:
         copies = is_copied(op, rows * features * wire.itemsize, comm.world_size)
         reason += "; copy engines carry the rows" if copies else "; kernels carry the rows"
     form = "chunked" if chunked else "one-shot" if one_shot else "whole"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from fusedcomm.board import FLAG_STRIDE
 from fusedcomm.symmetric.exchange import allocate
+from fusedcomm.symmetric.groups import TorchGroup
 from fusedcomm.waiting import Watch
 
 #: Buffer sets of a workspace: one may be written while the readers of the other are still busy.
@@ -66,8 +66,7 @@ class Workspace:
     def __init__(
         self,
         watch: Watch,
-        group: dist.ProcessGroup,
-        world_size: int,
+        group: TorchGroup,
         space: Space,
         device: torch.device,
         first_epoch: int,
@@ -75,7 +74,7 @@ class Workspace:
         """Allocate on every rank; collective.
 
         Args:
-            group: whose ranks take part, or, on CPU, of which ``world_size`` ranks do.
+            group: whose ranks take part.
             device: this rank's.
             first_epoch: where all counters start; not 0 only in tests of the wrap-around.
         """
@@ -90,7 +89,7 @@ class Workspace:
         #: Whether a graph was captured on it: then it is kept for as long as the communicator.
         self.captured = False
         self._next_slot = 0
-        self._world_size = world_size
+        self._world_size = world_size = group.world_size
         self._ready = (self.slots + 1) * FLAG_WORDS
         self._consumed = self._ready + self.slots * world_size * space.chunks * FLAG_WORDS
         flag_bytes = (self._consumed + self.slots * world_size * FLAG_WORDS) * 4
@@ -99,7 +98,6 @@ class Workspace:
         self.segments = allocate(
             watch,
             group,
-            world_size,
             self.kind,
             f"workspace {self.kind}",
             self._data + self.data_bytes,

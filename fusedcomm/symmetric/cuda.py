@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fusedcomm.errors import MismatchError, SharedMemoryError
+from fusedcomm.symmetric.groups import TorchGroup
 
 #: Tensors kept for the next call of the same shape.
 _VIEWS = 256
@@ -93,7 +93,7 @@ class CudaSegment:
 
 
 def allocate(
-    group: dist.ProcessGroup,
+    group: TorchGroup,
     label: str,
     size: int,
     device: torch.device,
@@ -116,7 +116,7 @@ def allocate(
 
     _postponed.clear()
     size = max(1, -(-size // _TAIL)) * _TAIL
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = group.rank, group.world_size
     if world_size == 1:
         with torch.inference_mode(False):
             alone = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -131,7 +131,7 @@ def allocate(
             own[size : size + len(tag)] = tag.to(device)
             # Peers write as soon as they have mapped it, which the next call lets them do.
             torch.cuda.synchronize(device)
-            handle = symmetric.rendezvous(own, group)
+            handle = symmetric.rendezvous(own, group.name)
             if handle is None:
                 raise RuntimeError("torch does not take it for symmetric memory")
             shape = (size + _TAIL,)

@@ -6,19 +6,18 @@ import os
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from fusedcomm.errors import MismatchError
 from fusedcomm.symmetric import cuda
 from fusedcomm.symmetric.cuda import CudaSegment
+from fusedcomm.symmetric.groups import TorchGroup
 from fusedcomm.symmetric.shm import Segment
 from fusedcomm.waiting import Awaited, Watch
 
 
 def allocate(
     watch: Watch,
-    group: dist.ProcessGroup,
-    world_size: int,
+    group: TorchGroup,
     name: str,
     label: str,
     size: int,
@@ -29,7 +28,7 @@ def allocate(
     """Zeroed memory of ``size`` bytes on every rank, by rank; within one call of all ranks.
 
     Args:
-        group: whose ranks take part, or, on CPU, of which ``world_size`` ranks do.
+        group: whose ranks take part.
         name, label: what the operating system calls it, in one word, and what messages call it.
         device: this rank's; the ranks' are of one type.
         first_words, first_value: int32 words that begin with another value than 0, on every rank.
@@ -42,7 +41,7 @@ def allocate(
         own = Segment.create(name, size)
         for index in first_words:
             own.words[index] = first_value
-        return exchange(watch, own, label, world_size)
+        return exchange(watch, own, label, group.world_size)
     awaited = Awaited(watch.text, watch.number, -1, f"GPU memory ({label})")
     for peer in watch.links.peers:  # Torch would wait for one that is elsewhere, or dead.
         watch.await_call(peer, awaited)

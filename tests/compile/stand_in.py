@@ -77,6 +77,7 @@ def _side(device: torch.device) -> Any:
         host_record=torch.zeros(8, dtype=torch.int32),
         limit=1000,
         seen=set(),
+        left=0,
         copy_stream=None,
         op_number=lambda op: 1,
         enter=lambda: None,

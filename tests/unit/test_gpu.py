@@ -18,6 +18,7 @@ from fusedcomm.planning import spaces
 from fusedcomm.planning import tensor_parallel as planning
 from fusedcomm.symmetric import cuda
 from fusedcomm.symmetric.devices import Domain, Facts, judge
+from fusedcomm.symmetric.groups import TorchGroup
 from tests.unit.test_planning import Ranks, decide
 
 GPU = torch.device("cuda", 0)
@@ -75,6 +76,20 @@ def ranks(obstacle: str | None = None, copies: bool = True, world_size: int = 2)
 def test_gpu_tensors_take_the_kernels() -> None:
     assert decide(ranks(), device=GPU).engine == "triton"
     assert decide(ranks(), device=GPU, engine="triton").engine == "triton"
+
+
+def test_kernels_serve_domains_of_gpus() -> None:
+    """In each, with torch.distributed between them, where no domain has an obstacle."""
+    one = Ranks(2, domain=Domain(None, copies=True))
+    group = Ranks(4, shares_memory=False, inside=one, domain=Domain(None, copies=True))
+    chosen = decide(group, device=GPU)
+    assert (chosen.engine, chosen.one_shot) == ("triton", False) and "each domain" in chosen.reason
+    told = Domain("in domain 1, several ranks share one GPU", copies=False)
+    blocked = Ranks(4, shares_memory=False, inside=one, domain=told)
+    with pytest.warns(UserWarning, match="in domain 1, several ranks share one GPU"):
+        assert decide(blocked, device=GPU).engine == "plain"
+    with pytest.raises(ValueError, match="in domain 1"):
+        decide(blocked, device=GPU, engine="triton")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +197,9 @@ class Torch:
         self.peers.setdefault(1 - self.rank, self.own)  # whoever is first sees itself
         return self.own
 
-    def rendezvous(self, tensor: torch.Tensor, group: Any) -> Any:
+    def rendezvous(self, tensor: torch.Tensor, group: str) -> Any:
+        assert group == "a group"
+
         def get_buffer(
             rank: int, shape: tuple[int], dtype: torch.dtype, offset: int = self.offset
         ) -> torch.Tensor:
@@ -204,9 +221,8 @@ def allocate(stand_in: Torch, label: str = "x", **first: Any) -> list[cuda.CudaS
             stack.enter_context(mock.patch(f"{module}.{name}", getattr(stand_in, name)))
         stack.enter_context(mock.patch("torch.cuda.device", lambda _: contextlib.nullcontext()))
         stack.enter_context(mock.patch("torch.cuda.synchronize"))
-        stack.enter_context(mock.patch("torch.distributed.get_rank", lambda _: stand_in.rank))
-        stack.enter_context(mock.patch("torch.distributed.get_world_size", lambda _: 2))
-        return cuda.allocate(mock.Mock(), label, 1000, torch.device("cpu"), **first)
+        group = TorchGroup("a group", stand_in.rank, 2)
+        return cuda.allocate(group, label, 1000, torch.device("cpu"), **first)
 
 
 def memory_of_rank_0(label: str = "x") -> torch.Tensor:

@@ -20,6 +20,7 @@ LAYERS = [
         "between",
         "board",
         "circles",
+        "crossing",
         "groups",
         "kernels",
         "pairs",

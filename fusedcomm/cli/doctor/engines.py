@@ -27,11 +27,11 @@ def examine() -> list[Finding]:
         _answer("CPU ranks that share nothing", apart, cpu),
     ]
     if torch.cuda.is_available():
-        able = SimpleNamespace(domain=SimpleNamespace(obstacle=None))
-        on_gpu: Any = SimpleNamespace(
-            shares_memory=True, inside=None, device=gpu, gpu=lambda device: able
-        )
+        able = {"device": gpu, "reach": lambda device: SimpleNamespace(obstacle=None)}
+        on_gpu: Any = SimpleNamespace(shares_memory=True, inside=None, **able)
+        in_domains: Any = SimpleNamespace(shares_memory=False, inside=on_gpu, **able)
         found.append(_answer("GPU ranks that reach each other", on_gpu, gpu))
+        found.append(_answer("GPU ranks of equal domains", in_domains, gpu))
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     found.append(
         Finding(

@@ -37,6 +37,7 @@ from fusedcomm.engines.across.levels import Levels, elements, two_levels
 from fusedcomm.engines.across.parts import Bounds, width
 from fusedcomm.engines.combining import combine
 from fusedcomm.engines.counts import check_all_counts
+from fusedcomm.gpu import refuse_counts
 from fusedcomm.planning.collectives import Plan
 from fusedcomm.schedule import shard_bounds
 
@@ -44,7 +45,7 @@ from fusedcomm.schedule import shard_bounds
 def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction: str) -> None:
     """``out = reduction over ranks of x``, bitwise equal on every rank; both flat."""
     ops = operations_of(plan.engine, "collectives")
-    with two_levels(comm, plan.text, "all_reduce") as levels:
+    with two_levels(comm, plan.text, "all_reduce", x.device) as levels:
         inside, mine = levels.inside, levels.mine
         chunks = shard_bounds(x.numel(), inside.world_size)
         chunk = x.new_empty(width(chunks[inside.rank]))
@@ -69,7 +70,7 @@ def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction
 
 def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: Bounds) -> None:
     """``out[:, bounds[r]] = x of rank r``."""
-    with two_levels(comm, plan.text, "all_gather") as levels:
+    with two_levels(comm, plan.text, "all_gather", x.device) as levels:
         gather_columns(levels, plan, x, out, bounds)
 
 
@@ -87,7 +88,7 @@ def reduce_scatter(
 ) -> None:
     """``out = reduction over ranks of x[:, bounds[rank]]``, domain by domain in their order."""
     ops = operations_of(plan.engine, "collectives")
-    with two_levels(comm, plan.text, "reduce_scatter") as levels:
+    with two_levels(comm, plan.text, "reduce_scatter", x.device) as levels:
 
         def reduce_for(domain: int) -> Tensor:
             part = levels.part(bounds, domain, 1)
@@ -113,10 +114,12 @@ def all_to_all(
     A row goes first to the rank of its own domain that is in the receiver's place, then across.
     """
     ops = operations_of(plan.engine, "collectives")
-    with two_levels(comm, plan.text, "all_to_all") as levels:
+    equal = send_counts is None or recv_counts is None
+    if not equal:
+        refuse_counts()
+    with two_levels(comm, plan.text, "all_to_all", x.device) as levels:
         inside = levels.inside
         rank, world_size = comm.rank, comm.world_size
-        equal = send_counts is None or recv_counts is None
         if send_counts is None or recv_counts is None:
             counts = [[x.shape[0] // world_size] * world_size] * world_size
         else:
@@ -161,7 +164,7 @@ def all_to_all(
 def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) -> None:
     """``out = x of src``; both flat. What x holds elsewhere does not matter."""
     ops = operations_of(plan.engine, "collectives")
-    with two_levels(comm, plan.text, "broadcast") as levels:
+    with two_levels(comm, plan.text, "broadcast", x.device) as levels:
         inside, topology = levels.inside, comm.topology
         origin, place = topology.domain_of(src), topology.local_rank(src)
         if comm.rank == src and out.data_ptr() != x.data_ptr():

@@ -9,32 +9,54 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from fusedcomm.between import Between
 from fusedcomm.communicator import Communicator
+from fusedcomm.crossing import CROSSING_PROGRAMS
 from fusedcomm.engines.across.parts import Bounds, Part, cut_shape, width
+from fusedcomm.gpu import GpuSide, is_capturing
 from fusedcomm.schedule import successors
 from fusedcomm.trace import span
+from fusedcomm.waiting import Pending
 
 
 @contextmanager
-def two_levels(comm: Communicator, text: str, op: str) -> Iterator[Levels]:
+def two_levels(comm: Communicator, text: str, op: str, device: torch.device) -> Iterator[Levels]:
     """One call of a group of several domains, which all are in.
 
     Args:
         text: all that must be equal on every rank; see ``Communicator.collective``.
         op: the operation's public name, for messages.
+        device: of the tensors.
 
     Raises:
+        ValueError: a CUDA graph is captured that cannot hold it.
         MismatchError: the domains are not in the same call.
     """
+    _require_capturable(comm, text, device)
     with comm.collective(text):
         levels = Levels(comm, text, op)
-        levels.agree()
+        levels.agree(device)
         yield levels
 
 
+def _require_capturable(comm: Communicator, text: str, device: torch.device) -> None:
+    if device.type == "cpu" or not is_capturing():
+        return
+    assert comm.between is not None
+    if not comm.between.on_stream(device):
+        raise ValueError(
+            "a CUDA graph cannot hold what crosses between domains through the host's memory, as "
+            "it does here: the group has no nccl backend for GPU tensors"
+        )
+    if text not in comm.gpu(device).seen:
+        raise ValueError(
+            "over several domains, a call must have been made once before a CUDA graph captures "
+            "one like it: domains compare and connect, and memory is allocated"
+        )
+
+
+_CPU = torch.device("cpu")
 #: A domain, the part that its ranks have, and the shard of the one in this rank's place.
 _Arrived = tuple[int, Part, Tensor]
 
@@ -56,15 +78,24 @@ class Levels:
         self.mine = comm.between.domain
         self.domains = comm.topology.domains
         self.counterparts = [ranks[comm.inside.rank] for ranks in self.domains]
+        self.inside.check = comm.check
 
     def named(self, step: str) -> str:
         """The text of a call inside the domain: it names the whole call and this step."""
         return f"{self.text}: {step}"
 
-    def agree(self) -> None:
-        """Make sure that the other domains are in the same call."""
-        with self.inside.collective(self.named("agree")):
-            agree(self.comm, self.op)
+    def agree(self, device: torch.device = _CPU) -> None:
+        """Make sure that the other domains are in the same call.
+
+        On GPUs that wait themselves for what crosses, hosts compare the first time they make it, or
+        where ``Communicator.check`` asks for it.
+        """
+        on_stream = self.between.on_stream(device)
+        seen = self.comm.gpu(device).seen if on_stream else set()
+        if self.comm.check or self.text not in seen:
+            with self.inside.collective(self.named("agree")):
+                agree(self.comm, self.op)
+            seen.add(self.text)
 
     def begin(
         self, step: str, sent: Tensor, sends: Sequence[int], takes: Sequence[int]
@@ -74,12 +105,15 @@ class Levels:
         A rank that has nothing to give or take joins in: others wait for all counterparts.
         """
         received = sent.new_empty(sum(takes))
+        side = self.comm.gpu(sent.device) if self.between.on_stream(sent.device) else None
+        if side is not None:
+            side.left += CROSSING_PROGRAMS
         with self.inside.collective(self.named(step)):
             work = self.inside.torch.start(
                 self.op,
                 lambda: self.between.all_to_all(elements(received), elements(sent), takes, sends),
             )
-        return Crossing(self, step, received, list(takes), work)
+        return Crossing(self, step, received, list(takes), work, side)
 
     def spread(self, step: str, own: Tensor, takes: Sequence[int]) -> Crossing:
         """Begin to give ``own`` to all counterparts; ``takes[d]`` elements come from domain d."""
@@ -131,9 +165,19 @@ class Crossing:
     """Elements that are under way between domains."""
 
     def __init__(
-        self, levels: Levels, step: str, received: Tensor, takes: list[int], work: Work | None
+        self,
+        levels: Levels,
+        step: str,
+        received: Tensor,
+        takes: list[int],
+        work: Pending | None,
+        side: GpuSide | None,
     ) -> None:
-        self._levels, self._step, self._work = levels, step, work
+        """
+        Args:
+            side: of the GPU that waits itself, whose kernels leave multiprocessors for the work.
+        """
+        self._levels, self._step, self._work, self._side = levels, step, work, side
         self._received, self._takes = received, takes
 
     def finish(self) -> list[Tensor]:
@@ -141,6 +185,8 @@ class Crossing:
         levels = self._levels
         with levels.inside.collective(levels.named(f"{self._step}, arrived")):
             finish(levels.comm, levels.op, self._work)
+        if self._side is not None:
+            self._side.left -= CROSSING_PROGRAMS
         return list(self._received.split(self._takes))
 
 
@@ -203,7 +249,7 @@ def agree(comm: Communicator, op: str) -> None:
     between.check(told[1])
 
 
-def finish(comm: Communicator, op: str, crossing: Work | None) -> None:
+def finish(comm: Communicator, op: str, crossing: Pending | None) -> None:
     """Within the domain's ``collective``: wait for what crosses."""
     assert comm.inside is not None
     with span("wait", "wait for the other domains", rank=comm.rank):

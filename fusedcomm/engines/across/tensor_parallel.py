@@ -50,7 +50,7 @@ def all_gather_linear(
 ) -> list[Tensor]:
     total, widths = bounds[-1][1], [weight.shape[0] for weight in weights]
     outs = [x.new_empty(total, size) for size in (*widths, *[x.shape[1]] * return_gathered)]
-    with two_levels(comm, plan.text, "all_gather_linear") as levels:
+    with two_levels(comm, plan.text, "all_gather_linear", x.device) as levels:
         for domain, part, shard in levels.shards("rows cross", x, bounds, 0):
             places = [part.place(out) for out in outs]
             inside.all_gather_linear(
@@ -66,7 +66,7 @@ def all_gather_weight_grad(
     comm: Communicator, plan: Plan, x: Tensor, dys: list[Tensor], bounds: Bounds
 ) -> list[Tensor]:
     totals = [_zeros(dy, dy.shape[1], x.shape[1]) for dy in dys]
-    with two_levels(comm, plan.text, "all_gather_weight_grad") as levels:
+    with two_levels(comm, plan.text, "all_gather_weight_grad", x.device) as levels:
         for domain, part, shard in levels.shards("rows cross", x, bounds, 0):
             rows = [part.of(dy) for dy in dys]
             grads = [torch.empty_like(total) for total in totals]
@@ -87,7 +87,7 @@ def linear_reduce_scatter(
     wire: torch.dtype,
 ) -> Tensor:
     text = f"{plan.text}, bias {bias is not None}"
-    with two_levels(comm, text, "linear_reduce_scatter") as levels:
+    with two_levels(comm, text, "linear_reduce_scatter", xs[0].device) as levels:
         return _reduced(levels, plan, xs, weights, bias, init, bounds, wire)
 
 
@@ -140,7 +140,7 @@ def linear_reduce_scatter_backward(
     # Equal on all ranks, so added in an order that is: that of domains.
     dbs = [_zeros(dy, dy.shape[1]) for _ in comm.topology.domains]
     needs = (need_x, need_weight, need_bias)
-    with two_levels(comm, plan.text, "linear_reduce_scatter_backward") as levels:
+    with two_levels(comm, plan.text, "linear_reduce_scatter_backward", dy.device) as levels:
         for domain, part, shard in levels.shards("rows cross", dy, bounds, 0):
             places = (part.place(dx), torch.empty_like(dw), dbs[domain])
             inside.linear_reduce_scatter_backward(
@@ -168,7 +168,7 @@ def linear_all_reduce(
 ) -> Tensor:
     features = weights[0].shape[0]
     text = f"{plan.text}, bias {bias is not None}"
-    with two_levels(comm, text, "linear_all_reduce") as levels:
+    with two_levels(comm, text, "linear_all_reduce", xs[0].device) as levels:
         own = _reduced(levels, plan, xs, weights, bias, None, bounds, wire)
         y = own.new_empty(bounds[-1][1], features)
         columns = [(start * features, stop * features) for start, stop in bounds]

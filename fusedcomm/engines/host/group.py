@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.distributed import Work
 
 from fusedcomm.between import Between
 from fusedcomm.communicator import Communicator
@@ -32,6 +31,7 @@ from fusedcomm.engines.host.scatter import Partial
 from fusedcomm.engines.host.scatter import reduce_scatter as domain_reduce_scatter
 from fusedcomm.schedule import successors
 from fusedcomm.trace import span
+from fusedcomm.waiting import Pending
 
 Bounds = list[tuple[int, int]]
 
@@ -146,7 +146,7 @@ def reduce_scatter(
 
 def _spread(
     between: Between, received: torch.Tensor, own: torch.Tensor, cut: list[int], equal: bool
-) -> Work:
+) -> Pending:
     """Begin to give ``own`` to all counterparts and to take theirs, ``cut[d]`` rows of domain d."""
     if equal:
         return between.all_gather(as_bytes(received), as_bytes(own))

@@ -15,7 +15,7 @@ from fusedcomm.engines.counts import check_all_counts
 from fusedcomm.engines.triton.exchanging import alignment, alone, common, numbers, windows
 from fusedcomm.engines.triton.launch import launches
 from fusedcomm.engines.triton.reducing import all_reduce, reduce_scatter
-from fusedcomm.gpu import is_capturing
+from fusedcomm.gpu import refuse_counts
 from fusedcomm.kernels import collectives as kernels
 from fusedcomm.planning import exchanges
 from fusedcomm.planning.collectives import Plan
@@ -160,11 +160,7 @@ def _exchange_counts(
     device: torch.device,
 ) -> list[list[int]]:
     """``counts[a][b]``: how many rows rank a has for rank b."""
-    if is_capturing():
-        raise ValueError(
-            "all_to_all with counts needs the host, so it cannot be captured in a graph: leave "
-            "them out, with equal parts"
-        )
+    refuse_counts()
     size, both = comm.world_size, 2 * comm.world_size
     table = torch.empty(size * both, dtype=torch.int64, device=device)
     mine = torch.tensor([*send_counts, *recv_counts], device=device)

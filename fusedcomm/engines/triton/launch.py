@@ -81,7 +81,7 @@ class Launch:
         """Programs of a persistent launch: as many as the GPU runs at once."""
         if self.gpu is None:
             return _INTERPRETED_PROGRAMS
-        return max(1, self.gpu.programs - (_SPARE if self._forked else 0))
+        return max(1, self.gpu.programs - self.gpu.left - (_SPARE if self._forked else 0))
 
     @property
     def flags(self) -> dict[str, Any]:
