@@ -27,6 +27,7 @@ from tests.ranks.test_domains_tensor_parallel import (
     crossing,
     differ,
 )
+from tests.ranks.test_tensor_parallel import bias_grad
 
 #: The host engine's cases, as far as the kernels take them.
 CASES = [replace(case, engine="triton") for case in cases() if case.dtype != torch.float64]
@@ -114,19 +115,8 @@ def test_sums_are_equal_on_all_ranks_and_reproducible(pools: Pools) -> None:
     assert pool.run(bits, None, "triton", 70, timeout_s=100) == first
 
 
-def bias_grad(rank: int) -> bytes:
-    """Of a bias that all ranks have, from rows whose sum depends on the order."""
-    torch.manual_seed(rank)
-    x, weight = torch.randn(12, 4), torch.randn(5, 4)
-    bias = torch.zeros(5, requires_grad=True)
-    y = fc.linear_reduce_scatter(x, weight, bias, engine="triton")
-    (y * torch.randn_like(y)).sum().backward()
-    assert bias.grad is not None
-    return bias.grad.numpy().tobytes()
-
-
 def test_the_gradient_of_a_bias_is_equal_on_all_ranks(pools: Pools) -> None:
-    found = ranks(pools, "0,1;2,3;4,5", 6).run(bias_grad, timeout_s=100)
+    found = ranks(pools, "0,1;2,3;4,5", 6).run(bias_grad, "triton", timeout_s=100)
     assert len(set(found)) == 1
 
 

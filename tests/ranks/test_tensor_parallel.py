@@ -269,3 +269,22 @@ def test_float32_on_the_wire_rounds_only_once(
         for errors in pools(world_size).run(wire_errors, case):
             narrow, wide = errors[str(dtype)], errors["torch.float32"]
             assert wide < 0.9 * narrow, f"{case}: {wide:.3g} is no better than {narrow:.3g}"
+
+
+def bias_grad(rank: int, engine: str) -> bytes:
+    """Of a bias that all ranks have, from rows whose sum depends on the order."""
+    torch.manual_seed(rank)
+    world_size = dist.get_world_size()
+    x, weight = torch.randn(4 * world_size, 4), torch.randn(5, 4)
+    bias = torch.zeros(5, requires_grad=True)
+    y = fc.linear_reduce_scatter(x, weight, bias, engine=engine)
+    (y * torch.randn_like(y)).sum().backward()
+    assert bias.grad is not None
+    return bias.grad.numpy().tobytes()
+
+
+@pytest.mark.parametrize("domains", ["", "0,1;2,3;4,5"])
+def test_the_gradient_of_a_bias_is_equal_on_all_ranks(pools: Pools, domains: str) -> None:
+    env = {"FUSEDCOMM_DOMAINS": domains} if domains else {}
+    found = pools(6 if domains else 3, **env).run(bias_grad, "host")
+    assert len(set(found)) == 1

@@ -163,7 +163,9 @@ def linear_reduce_scatter_backward(
     dx = x.new_empty(total, weight.shape[1]) if need_x else None
     dw = torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_weight else None
     wide = torch.promote_types(dy.dtype, torch.float32)
-    db = torch.zeros(features, dtype=wide) if need_bias else None
+    # By row range, and added in the order of rows at last: all ranks hold the bias, and must come
+    # to the same gradient, but rows come in another order on each.
+    sums = {0: torch.zeros(features, dtype=wide)}
     with comm.collective(plan.text + describe(comm, dy)):
         for start, stop, rows in gather(comm, op, dy, bounds, plan.pieces):
             if dx is not None:
@@ -172,8 +174,9 @@ def linear_reduce_scatter_backward(
             if dw is not None:
                 with span("gemm", f"weight gradient {start}:{stop}", rank=comm.rank):
                     dw.addmm_(rows.t(), x[start:stop])
-            if db is not None:
-                db += rows.sum(0, dtype=wide)
+            if need_bias and stop > start:
+                sums[start] = rows.sum(0, dtype=wide)
+    db = torch.stack([sums[start] for start in sorted(sums)]).sum(0) if need_bias else None
     return dx, dw, None if db is None else db.to(dy.dtype)
 
 
