@@ -105,7 +105,10 @@ class Between:
                 self._meeting, self.domain, self.domains, timedelta(seconds=timeout_s)
             )
         except RuntimeError as error:
-            raise PeerLostError(f"cannot connect to the other domains: {error}") from error
+            raise PeerLostError(
+                f"cannot connect to the other domains: {error}. gloo does, by the host's name or "
+                "by the interface that GLOO_SOCKET_IFNAME names"
+            ) from error
         self._gloo = Carrier(self._backend)
         self._staged = Staged(self._gloo)
 
