@@ -202,7 +202,8 @@ class Between:
         if self.usable:
             self.usable = False
             if self._nccl is not None:
-                self._nccl.backend.abort()  # or the GPU waits on for what nobody will send
+                with suppress(RuntimeError):  # of an abort; what is wrong is known already
+                    self._nccl.backend.abort()  # or the GPU waits on for what nobody will send
             if not self._all_know:
                 with suppress(dist.DistError):  # of a store that is gone: all will find out
                     self._store.set(self._alarm_key, reason)

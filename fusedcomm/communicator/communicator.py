@@ -21,11 +21,11 @@ from fusedcomm.communicator.calls import Calls
 from fusedcomm.communicator.life import Life
 from fusedcomm.communicator.memory import Memory
 from fusedcomm.communicator.reach import reach
+from fusedcomm.communicator.reserving import reserve
 from fusedcomm.communicator.torch_calls import TorchCalls
 from fusedcomm.gpu import GpuSide
 from fusedcomm.groups import device_of, resolve_group
 from fusedcomm.pairs import Pairs
-from fusedcomm.planning import spaces
 from fusedcomm.rendezvous import Place, meet, stay_alone
 from fusedcomm.schedule import successors
 from fusedcomm.symmetric.devices import Domain
@@ -290,7 +290,7 @@ class Communicator:
         Args:
             op: "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", or a collective:
                 "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"; or
-                "dispatch", "combine".
+                "dispatch", "combine" (in a group of one domain).
             global_shapes: what crosses between the ranks, uncut: ``[T, …, K]`` of the gathered
                 input, or ``[T, …, N]`` of the summed output. Its first dimension is the cut one.
                 Of a collective, the shape of the full tensor. Of a dispatch ``[capacity, hidden,
@@ -300,22 +300,10 @@ class Communicator:
             device: of the tensors; this communicator's, unless given.
 
         Raises:
-            ValueError: ``op`` is not known, or a shape is none.
+            ValueError: ``op`` is not known, a shape is none, or no ranks share memory.
             SharedMemoryError: the operating system would not give the memory.
         """
-        where = self._device(device)
-        wanted = [
-            space
-            for shape in global_shapes
-            for space in spaces(op, shape, self.world_size, dtype, backward, where)
-        ]
-        self._require_shared_memory("reserve")
-        for space in wanted:
-            self.memory.require_room(space, where)
-        text = f"reserve {op} {global_shapes} {dtype} backward={backward} on {where.type}"
-        with self.collective(text):
-            for space in wanted:
-                self.memory.workspace(space, where)
+        reserve(self, op, global_shapes, dtype, backward, self._device(device))
 
     def gpu(self, device: torch.device) -> GpuSide:
         """What is kept for tensors on a GPU, by the domain; collective the first time.
@@ -412,6 +400,11 @@ class Communicator:
         if str(found) == "cuda":
             return torch.device("cuda", torch.cuda.current_device())
         return found
+
+    def require_domain(self, what: str) -> None:
+        """Raise ``ValueError`` if this rank shares memory with no other: all are domains apart."""
+        if self.inside is None:
+            self._require_shared_memory(what)
 
     def _require_shared_memory(self, what: str) -> None:
         if not self.shares_memory:

@@ -162,20 +162,25 @@ def reserved(rank: int) -> None:
         with fc.Communicator.of(channel=f"reserved {shape}") as comm:
             for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
                 comm.reserve(op, shape)
-            before = comm.memory.workspaces["collective"]
+            memory = (comm.inside or comm).memory
+            before = memory.workspaces["collective"]
             checker = Checker(comm)
-            for algorithm in ALGORITHMS:
+            for algorithm in ALGORITHMS if comm.inside is None else ("auto",):
                 checker.all_reduce(shape, algorithm=algorithm)
             for dim in range(len(shape)):
                 checker.all_gather(shape, dim)
                 checker.reduce_scatter(shape, dim)
             checker.broadcast(shape, 0)
-            assert comm.memory.workspaces["collective"] is before, shape
+            assert memory.workspaces["collective"] is before, shape
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_reserved_memory_is_enough(pools: Pools, world_size: int) -> None:
     pools(world_size).run(reserved)
+
+
+def test_reserved_memory_is_enough_in_domains(pools: Pools) -> None:
+    pools(4, FUSEDCOMM_DOMAINS="0,2;1,3").run(reserved)
 
 
 def in_symmetric_memory(rank: int) -> None:

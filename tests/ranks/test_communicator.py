@@ -165,6 +165,11 @@ def test_nothing_grows_after_reserve(pools: Pools, world_size: int) -> None:
     pools(world_size).run(check_reserve)
 
 
+@pytest.mark.parametrize("domains", ["0,1;2,3", "0,2;1,3"])
+def test_nothing_grows_after_reserve_in_domains(pools: Pools, domains: str) -> None:
+    pools(4, FUSEDCOMM_DOMAINS=domains).run(check_reserve)
+
+
 # Life
 
 

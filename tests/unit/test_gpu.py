@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import fusedcomm as fc
+from fusedcomm.engines.across.parts import Part
 from fusedcomm.engines.triton.config import Tiles, fitting
 from fusedcomm.gpu import GpuSide
 from fusedcomm.kernels.signals import CAPACITY, CONSUMED, FAILED, READY
-from fusedcomm.planning import spaces
+from fusedcomm.planning import exchanges, spaces, spaces_inside
 from fusedcomm.planning import tensor_parallel as planning
+from fusedcomm.protocol import Space
 from fusedcomm.symmetric import cuda
 from fusedcomm.symmetric.devices import Domain, Facts, judge
 from fusedcomm.symmetric.groups import TorchGroup
@@ -145,6 +147,40 @@ def test_what_is_reserved_is_what_the_kernels_take() -> None:
             assert space.region_bytes >= taken.region_bytes and space.chunks >= taken.chunks
     with pytest.raises(ValueError, match="on cuda"):
         spaces("dispatch", (4, 4), 2, torch.float32, False, GPU)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 8, 13])
+@pytest.mark.parametrize("domains", [((0, 1), (2, 3)), ((0, 2), (1, 3))])
+def test_what_is_reserved_in_domains_is_what_the_kernels_take(
+    rows: int, domains: tuple[tuple[int, ...], ...]
+) -> None:
+    """A domain's kernels take what its ranks' parts of the tensor take."""
+    bounds = planning.scaled_bounds(rows, 4, 1)
+
+    def reserved(op: str) -> list[Space]:
+        return spaces_inside(op, (rows, 24), 2, 2, torch.bfloat16, True, GPU)
+
+    for ranks_of_one in domains:
+        inner = Part(bounds, ranks_of_one, 0).inner
+        taken = planning.scatter_space(inner, 24 * 2)
+        for op in planning.OPS:
+            assert any(_covers(held, taken) for held in reserved(op)), op
+        part = inner[0][1] * 24
+        pieces = exchanges.pieces_of(GPU, part).number
+        gathered = exchanges.exchange_space(2, part * 2, pieces)
+        for op in ("linear_all_reduce", "all_gather"):
+            assert any(_covers(held, gathered) for held in reserved(op)), op
+    with pytest.raises(ValueError, match="'dispatch' of several domains"):
+        spaces_inside("dispatch", (4, 4, 4), 2, 2, torch.float32, False, GPU)
+
+
+def _covers(held: Space, taken: Space) -> bool:
+    return (
+        held.kind == taken.kind
+        and held.regions >= taken.regions
+        and held.region_bytes >= taken.region_bytes
+        and held.chunks >= taken.chunks
+    )
 
 
 def test_stages_fit_into_shared_memory() -> None:
