@@ -166,12 +166,6 @@ class Between:
                 )
         return [text[len(question or "") :] for text in texts]
 
-    def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> Pending:
-        """Begin to fill ``gathered`` ``[domains, …]`` with every domain's ``own``, of one size."""
-        self.bytes_sent += (self.domains - 1) * own.nbytes
-        self.messages_sent += self.domains - 1 if own.nbytes else 0
-        return self._carrier(own.device).all_gather(gathered, own)
-
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_rows: Sequence[int],
         sent_rows: Sequence[int],

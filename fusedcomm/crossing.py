@@ -33,9 +33,6 @@ class Carrier:
     def __init__(self, backend: Any) -> None:
         self.backend = backend
 
-    def all_gather(self, gathered: Tensor, own: Tensor) -> Pending:
-        return self.begun(self.backend._allgather_base(gathered, own))
-
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
     ) -> Pending:
@@ -81,10 +78,6 @@ class Staged:
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
-
-    def all_gather(self, gathered: Tensor, own: Tensor) -> Pending:
-        landing = _pinned(gathered)
-        return _Landing(self._carrier.all_gather(landing, _on_host(own)), landing, gathered)
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]

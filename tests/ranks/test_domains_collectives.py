@@ -134,6 +134,18 @@ def test_what_is_wrong_is_said(pools: Pools) -> None:
     pool.restart()
 
 
+def one_element(rank: int) -> None:
+    """A result in every second element of something larger, which has one."""
+    out = torch.zeros(2)[::2]
+    x = torch.full((1,), float(rank))
+    assert fc.broadcast(x, 3, out=out) is out and out.tolist() == [3]
+    assert fc.all_reduce(x, out=out) is out and out.tolist() == [6]
+
+
+def test_one_element(pools: Pools) -> None:
+    pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(one_element)
+
+
 def gradients(rank: int) -> None:
     """torch's derivatives, as in one domain."""
     x = torch.arange(6.0).view(3, 2).requires_grad_()

@@ -120,8 +120,7 @@ def compute_first(rank: int, op: str) -> None:
     gather = op == "all_gather_linear"
     # With two ranks a domain, the own chunk is added to the peer's by another function.
     names = ("linear_into",) if gather else ("sum_of_linears", "add_linears")
-    crossing = "all_gather" if gather else "all_to_all"
-    cross = getattr(comm.between, crossing)
+    cross = comm.between.all_to_all
 
     def counted(multiply: Any) -> Any:
         def counting(*args: Any) -> None:
@@ -142,7 +141,7 @@ def compute_first(rank: int, op: str) -> None:
     case = Case(op, (16,), needs="")
     with (
         mock.patch.multiple(host, **{name: counted(getattr(host, name)) for name in names}),
-        mock.patch.object(comm.between, crossing, held),
+        mock.patch.object(comm.between, "all_to_all", held),
         planned(min_chunk_rows=1),
     ):
         found = call(case, Problem.of(case, 4), rank, 4)

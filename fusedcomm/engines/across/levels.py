@@ -93,8 +93,13 @@ class Levels:
         on_stream = self.between.on_stream(device)
         seen = self.comm.gpu(device).seen if on_stream else set()
         if self.comm.check or self.text not in seen:
-            with self.inside.collective(self.named("agree")):
-                agree(self.comm, self.op)
+            with (
+                self.inside.collective(self.named("agree")),
+                span("wait", "agree with the other domains", rank=self.comm.rank),
+            ):
+                told, descriptions = self.between.describe(self.text)
+                self.inside.torch.run(self.op, lambda: told)
+                self.between.check(descriptions)
             seen.add(self.text)
 
     def begin(
@@ -183,8 +188,11 @@ class Crossing:
     def finish(self) -> list[Tensor]:
         """Wait; what came from each domain, flat, empty for the own one."""
         levels = self._levels
-        with levels.inside.collective(levels.named(f"{self._step}, arrived")):
-            finish(levels.comm, levels.op, self._work)
+        with (
+            levels.inside.collective(levels.named(f"{self._step}, arrived")),
+            span("wait", "wait for the other domains", rank=levels.comm.rank),
+        ):
+            levels.inside.torch.wait(levels.op, self._work)
         if self._side is not None:
             self._side.left -= CROSSING_PROGRAMS
         return list(self._received.split(self._takes))
@@ -239,33 +247,14 @@ def _unpacked(data: Tensor, likes: Sequence[Like]) -> list[Tensor]:
     return found
 
 
-def agree(comm: Communicator, op: str) -> None:
-    """Within the domain's ``collective``: make sure that the other domains are in the same call."""
-    inside, between = comm.inside, comm.between
-    assert inside is not None and between is not None
-    with span("wait", "agree with the other domains", rank=comm.rank):
-        told = between.describe(comm.calls.text)
-        inside.torch.run(op, lambda: told[0])
-    between.check(told[1])
-
-
-def finish(comm: Communicator, op: str, crossing: Pending | None) -> None:
-    """Within the domain's ``collective``: wait for what crosses."""
-    assert comm.inside is not None
-    with span("wait", "wait for the other domains", rank=comm.rank):
-        comm.inside.torch.wait(op, crossing)
-
-
 def as_flat_bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
 def elements(x: Tensor) -> Tensor:
-    """A flat tensor as bytes ``[elements, itemsize]``, whose rows torch may count."""
-    return as_bytes(x.view(-1, 1))
+    """A flat contiguous tensor as bytes ``[elements, itemsize]``: backends move any dtype so.
 
-
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous ``[rows, …]`` as bytes ``[rows, bytes]``: gloo moves any dtype so."""
-    columns = x.shape[1:].numel() * x.dtype.itemsize
-    return x.reshape(-1).view(torch.uint8).view(x.shape[0], columns)
+    (One element is contiguous whatever its stride, which a view of another dtype does not take.)
+    """
+    dense = x.as_strided((x.numel(),), (1,))
+    return dense.view(torch.uint8).view(x.numel(), x.dtype.itemsize)

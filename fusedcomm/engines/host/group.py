@@ -21,17 +21,15 @@ from collections.abc import Iterator
 
 import torch
 
-from fusedcomm.between import Between
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.across.levels import agree, as_bytes, finish
+from fusedcomm.engines.across.levels import Levels
+from fusedcomm.engines.across.parts import width
 from fusedcomm.engines.combining import add_in_order
 from fusedcomm.engines.host import gather as domain_gather
 from fusedcomm.engines.host.gather import describe
 from fusedcomm.engines.host.scatter import Partial
 from fusedcomm.engines.host.scatter import reduce_scatter as domain_reduce_scatter
-from fusedcomm.schedule import successors
 from fusedcomm.trace import span
-from fusedcomm.waiting import Pending
 
 Bounds = list[tuple[int, int]]
 
@@ -43,29 +41,14 @@ def gather(
     if comm.inside is None or comm.between is None:
         yield from domain_gather.gather(comm, op, shard, bounds, pieces)
         return
-    inside, between = comm.inside, comm.between
-    ranges = [[bounds[rank] for rank in ranks] for ranks in comm.topology.domains]
-    rows = [_rows(of_domain[inside.rank]) for of_domain in ranges]
-    text, mine = comm.calls.text, between.domain
-    equal = len(set(rows)) == 1
-    cut = rows if equal else [0 if domain == mine else rows[domain] for domain in range(len(rows))]
-    shard = shard.contiguous()
-    received = shard.new_empty(sum(cut), shard.shape[1])
-    crossing = None
-    # Every rank of the domain opens the same calls, whether or not it has rows that cross.
-    with inside.collective(f"{text}: rows cross"):
-        agree(comm, op)
-        if received.numel() or shard.numel():
-            own = shard
-            crossing = inside.torch.start(op, lambda: _spread(between, received, own, cut, equal))
-    with inside.collective(f"{text}: own domain{describe(inside, shard)}"):
-        yield from domain_gather.gather(inside, op, shard, ranges[mine], pieces)
-    with inside.collective(f"{text}: rows arrive"):
-        finish(comm, op, crossing)
-    held = received.split(cut)
-    for domain in successors(mine, between.domains):
-        with inside.collective(f"{text}: from domain {domain}"):
-            yield from domain_gather.gather(inside, op, held[domain], ranges[domain], pieces)
+    levels = Levels(comm, comm.calls.text, op)
+    levels.agree()
+    own = describe(levels.inside, shard)
+    for domain, _, theirs in levels.shards("rows cross", shard, bounds, 0):
+        step = f"from domain {domain}{own if domain == levels.mine else ''}"
+        ranges = [bounds[rank] for rank in levels.domains[domain]]
+        with levels.inside.collective(levels.named(step)):
+            yield from domain_gather.gather(levels.inside, op, theirs, ranges, pieces)
 
 
 def reduce_scatter(
@@ -98,20 +81,17 @@ def reduce_scatter(
             bias=bias,
             pieces=pieces,
         )
-    inside, between = comm.inside, comm.between
-    ranges = [[bounds[rank] for rank in ranks] for ranks in comm.topology.domains]
-    text, mine = comm.calls.text, between.domain
-    with inside.collective(f"{text}: agree"):
-        agree(comm, op)
+    levels = Levels(comm, comm.calls.text, op)
+    levels.agree()
 
     def reduce_inside(domain: int) -> torch.Tensor:
-        with inside.collective(f"{text}: for domain {domain}"):
+        with levels.inside.collective(levels.named(f"for domain {domain}")):
             return domain_reduce_scatter(
-                inside,
+                levels.inside,
                 op,
                 partial,
                 accumulate,
-                bounds=ranges[domain],
+                bounds=[bounds[rank] for rank in levels.domains[domain]],
                 features=features,
                 wire=wire,
                 dtype=wire,
@@ -119,42 +99,6 @@ def reduce_scatter(
                 pieces=pieces,
             )
 
-    sums = {domain: reduce_inside(domain) for domain in successors(mine, between.domains)}
-    sums[mine] = torch.empty(0, features, dtype=wire)
-    sent = torch.cat([sums[domain] for domain in range(between.domains)])
-    sent_rows = [sums[domain].shape[0] for domain in range(between.domains)]
-    received_rows = [_rows(bounds[comm.rank])] * between.domains
-    received_rows[mine] = 0
-    received = sent.new_empty(sum(received_rows), features)
-    crossing = None
-    with inside.collective(f"{text}: sums cross"):
-        if sent.numel() or received.numel():
-            crossing = inside.torch.start(
-                op,
-                lambda: between.all_to_all(
-                    as_bytes(received), as_bytes(sent), received_rows, sent_rows
-                ),
-            )
-    sums[mine] = reduce_inside(mine)
-    with inside.collective(f"{text}: sums arrive"):
-        finish(comm, op, crossing)
-    parts = list(received.split(received_rows))
-    parts[mine] = sums[mine]
+    parts = levels.sums("sums cross", width(bounds[comm.rank]) * features, reduce_inside)
     with span("reduce", "add the domains' sums", rank=comm.rank):
         return add_in_order(parts, bias, dtype)
-
-
-def _spread(
-    between: Between, received: torch.Tensor, own: torch.Tensor, cut: list[int], equal: bool
-) -> Pending:
-    """Begin to give ``own`` to all counterparts and to take theirs, ``cut[d]`` rows of domain d."""
-    if equal:
-        return between.all_gather(as_bytes(received), as_bytes(own))
-    # gloo gathers only equal sizes. Nothing is padded to them: padding would cross as well.
-    copies = own.repeat(between.domains - 1, 1)
-    sent = [0 if domain == between.domain else own.shape[0] for domain in range(between.domains)]
-    return between.all_to_all(as_bytes(received), as_bytes(copies), cut, sent)
-
-
-def _rows(bound: tuple[int, int]) -> int:
-    return bound[1] - bound[0]
