@@ -22,7 +22,12 @@ def test_dtypes(pools: Pools) -> None:
     pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(check_dtypes, "host", timeout_s=120)
 
 
-def some_calls(rank: int, engine: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+SOME_SHAPES = ((5, 3), (0, 2), (64, 33))
+
+
+def some_calls(
+    rank: int, engine: str = "host", shapes: tuple[tuple[int, ...], ...] = SOME_SHAPES
+) -> None:
     checker = Checker(fc.Communicator.of(), engine)
     for shape in shapes:
         checker.every_op(shape)
@@ -31,8 +36,7 @@ def some_calls(rank: int, engine: str, shapes: tuple[tuple[int, ...], ...]) -> N
 
 
 def test_four_domains_of_two(pools: Pools) -> None:
-    shapes = ((5, 3), (0, 2), (64, 33))
-    pools(8, FUSEDCOMM_DOMAINS=FOUR_OF_TWO).run(some_calls, "host", shapes, timeout_s=120)
+    pools(8, FUSEDCOMM_DOMAINS=FOUR_OF_TWO).run(some_calls, timeout_s=120)
 
 
 def few_send(rank: int) -> None:
