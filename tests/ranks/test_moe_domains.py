@@ -17,10 +17,10 @@ from fusedcomm.testing import disturb, straggler
 from tests.conftest import Pools
 from tests.ranks.fault_calls import die, see
 from tests.ranks.moe_cases import OPS, Case, Problem, call, expected
+from tests.ranks.moe_layers import OPTIONS, check_equals_whole, check_ways_to_train
 from tests.ranks.test_domains_tensor_parallel import FOUR_OF_TWO, INTERLEAVED, TWO_OF_TWO
 from tests.ranks.test_moe import check, exact, large, matrix
 from tests.ranks.test_moe_limits import dropped
-from tests.ranks.test_moe_module import OPTIONS, check_equals_whole, check_ways_to_train
 
 #: Domains of three, ranks in no order.
 TWO_OF_THREE = "4,0,2;1,5,3"

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from fusedcomm.nn import MoE, Routing, expert_counts, load_balancing_loss, router_z_loss
 from tests.conftest import Pools
 from tests.ranks.checking import relative_error
-from tests.ranks.test_moe_module import (
+from tests.ranks.moe_layers import (
     EXPERTS,
     HIDDEN,
     OPTIONS,

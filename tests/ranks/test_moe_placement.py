@@ -12,10 +12,7 @@ import fusedcomm as fc
 from fusedcomm.nn import MoE, full_state_dict, load_full_state_dict
 from tests.conftest import Pools
 from tests.ranks.checking import relative_error
-from tests.ranks.moe_models import EXPERTS as HF_EXPERTS
-from tests.ranks.moe_models import block
-from tests.ranks.test_hf_blocks import check_block
-from tests.ranks.test_moe_module import (
+from tests.ranks.moe_layers import (
     EXPERTS,
     FFN,
     HIDDEN,
@@ -27,6 +24,9 @@ from tests.ranks.test_moe_module import (
     inputs,
     made,
 )
+from tests.ranks.moe_models import EXPERTS as HF_EXPERTS
+from tests.ranks.moe_models import block
+from tests.ranks.test_hf_blocks import check_block
 
 
 def placements(world_size: int, experts: int = EXPERTS) -> dict[str, list[int]]:
