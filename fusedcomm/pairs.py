@@ -192,7 +192,6 @@ class Pairs:
         self._receiving: dict[int, _Receiving] = {}
         #: Receives from ranks that have sent nothing yet.
         self._early: dict[int, deque[Transfer]] = {}
-        self._busy = 0
         watch.buffer_bytes = BUFFER_BYTES
 
     def begin(self, kind: int, peer: int, data: Tensor, text: str) -> Transfer:

@@ -41,11 +41,6 @@ def successors(rank: int, world_size: int) -> list[int]:
     return [(rank + step) % world_size for step in range(1, world_size)]
 
 
-def gather_order(rank: int, world_size: int) -> list[int]:
-    """In which order a rank reads the sources of an all-gather: its own chunk first."""
-    return [rank, *successors(rank, world_size)]
-
-
 def reduce_order(rank: int, world_size: int) -> list[int]:
     """In which order a rank makes the chunks of a reduce-scatter: its own last.
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm.communicator import Communicator
 from fusedcomm.engines.plain.collectives import all_reduce_in_place
 from fusedcomm.nn.router import Routing
+from fusedcomm.ops.dispatch import communicator_of
 
 
 def expert_counts(ids: Tensor, num_experts: int, *, group: Any = None) -> Tensor:
@@ -105,7 +105,7 @@ def _counted(routing: Routing, mask: Tensor | None) -> Tensor:
 
 def _sum_over(group: Any, totals: Tensor, op: str) -> int:
     """Replace ``totals`` by its sum over the ranks; returns how many they are."""
-    comm = group if isinstance(group, Communicator) else Communicator.of(group)
+    comm = communicator_of(group)
     if comm.world_size > 1:
         with comm.collective(f"{op} {list(totals.shape)}"):
             all_reduce_in_place(comm, op, totals)

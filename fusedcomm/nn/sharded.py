@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedcomm.communicator import Communicator
+from fusedcomm.ops.dispatch import communicator_of
 from fusedcomm.schedule import scaled_bounds
 
 
@@ -47,7 +47,7 @@ class ShardedModule(nn.Module):
 
     def __init__(self, group: Any = None, unit: int = 1) -> None:
         super().__init__()
-        self.comm = group if isinstance(group, Communicator) else Communicator.of(group)
+        self.comm = communicator_of(group)
         self.unit = unit
 
     def full_shape(self, name: str) -> list[int]:

@@ -71,7 +71,8 @@ def all_reduce(
             "halving_doubling" and "hierarchical" pass partial results on and round them to x's
             dtype at each hop. On the CPU's shared memory "pairwise" and "one_shot" are the same.
         out: where the result goes; may be x itself.
-        engine: "auto", "host" (CPU ranks that share memory) or "plain" (torch.distributed's).
+        engine: "auto", "host" (CPU ranks that share memory), "triton" (kernels) or "plain"
+            (torch.distributed's).
 
     Returns:
         The result, of x's shape and dtype; ``out`` if that is given. Its derivative ("sum" and

@@ -20,9 +20,14 @@ class Address(NamedTuple):
     world_size: int
 
 
+def communicator_of(group: Any) -> Communicator:
+    """The communicator that a ``group`` argument means: of a group, or one that is given itself."""
+    return group if isinstance(group, Communicator) else Communicator.of(group)
+
+
 def address_of(group: Any) -> Address:
-    """The address of a usable communicator: of a group, or one that is given itself."""
-    comm = group if isinstance(group, Communicator) else Communicator.of(group)
+    """The address of the communicator that a ``group`` argument means, if it is usable."""
+    comm = communicator_of(group)
     comm.require_usable()
     if comm.is_part:
         raise ValueError(

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedcomm.communicator import Communicator
 from fusedcomm.ops.autocast import autocast
 from fusedcomm.ops.checks import check_engine
 from fusedcomm.ops.checks_moe import (
@@ -37,7 +36,7 @@ from fusedcomm.ops.checks_moe import (
     check_rows,
     check_terms,
 )
-from fusedcomm.ops.dispatch import Address, address_of, direct
+from fusedcomm.ops.dispatch import Address, address_of, direct, named
 from fusedcomm.ops.library import moe as library
 from fusedcomm.ops.library import moe_ffn as ffn_library
 from fusedcomm.planning.routing import local_experts
@@ -328,8 +327,7 @@ def _called(beside: Callable[[], Any], address: Address) -> Any:
     try:
         return beside()
     except BaseException as error:
-        comm = Communicator.named(address.group, address.channel)
-        comm.abort(f"what moe_ffn called beside itself raised {error!r}")
+        named(address).abort(f"what moe_ffn called beside itself raised {error!r}")
         raise
 
 

@@ -33,6 +33,7 @@ from fusedcomm.communicator import Communicator
 from fusedcomm.engines import operations_of
 from fusedcomm.ops.checks import check_engine
 from fusedcomm.ops.collective_checks import check_fillable, check_rank, check_tensor
+from fusedcomm.ops.dispatch import communicator_of
 from fusedcomm.planning.engine import choose_engine
 
 
@@ -135,7 +136,7 @@ def _checked_message(number: int, message: Any) -> tuple[str, Tensor, int]:
 
 
 def _communicator(group: Any) -> Communicator:
-    comm = group if isinstance(group, Communicator) else Communicator.of(group)
+    comm = communicator_of(group)
     comm.require_usable()
     return comm
 

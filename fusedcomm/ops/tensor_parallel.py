@@ -27,9 +27,9 @@ from fusedcomm.ops.checks import (
     check_shard,
     check_wire_dtype,
 )
-from fusedcomm.ops.dispatch import address_of as _address
-from fusedcomm.ops.dispatch import direct as _direct
+from fusedcomm.ops.dispatch import address_of, direct
 from fusedcomm.ops.library import tensor_parallel as library
+from fusedcomm.schedule import shard_bounds
 
 Weights = Tensor | Sequence[Tensor]
 Biases = Tensor | None | Sequence[Tensor | None]
@@ -73,13 +73,13 @@ def all_gather_linear(
     check_engine(engine)
     x, weights, biases = autocast(x, weights, biases)
     check_linear(x, weights, biases)
-    address = _address(group)
+    address = address_of(group)
     dim = check_shard(x, gather_dim, gathered_size, address.rank, address.world_size)
     size = x.shape[dim] * address.world_size if gathered_size is None else gathered_size
     rows, rest = _to_rows(x, dim)
     keep = return_gathered or save_gathered
     present, biased = _present(biases)
-    outputs = _direct(library.all_gather_linear, rows, *weights, *present)(
+    outputs = direct(library.all_gather_linear, rows, *weights, *present)(
         rows,
         weights,
         present,
@@ -127,9 +127,9 @@ def linear_reduce_scatter(
     check_linear(x, [weight], [bias])
     check_wire_dtype(x, wire_dtype)
     dim = check_scattered(x, scatter_dim)
-    address = _address(group)
+    address = address_of(group)
     rows, rest = _to_rows(x, dim)
-    y = _direct(library.linear_reduce_scatter, rows, weight, bias)(
+    y = direct(library.linear_reduce_scatter, rows, weight, bias)(
         rows,
         weight,
         bias,
@@ -140,7 +140,7 @@ def linear_reduce_scatter(
         address.channel,
         engine,
     )
-    start, stop = library.scaled_bounds(x.shape[dim], address.world_size, 1)[address.rank]
+    start, stop = shard_bounds(x.shape[dim], address.world_size)[address.rank]
     return _from_rows(y, stop - start, rest, dim)
 
 
@@ -172,9 +172,9 @@ def linear_all_reduce(
     x, (weight,), (bias,) = autocast(x, [weight], [bias])
     check_linear(x, [weight], [bias])
     check_wire_dtype(x, wire_dtype)
-    address = _address(group)
+    address = address_of(group)
     rows = _flat(x)
-    y = _direct(library.linear_all_reduce, rows, weight, bias)(
+    y = direct(library.linear_all_reduce, rows, weight, bias)(
         [rows], [weight], bias, wire_dtype, address.group, address.channel, engine
     )
     return y.reshape(*x.shape[:-1], weight.shape[0])
@@ -200,7 +200,7 @@ def replicated_linear(
     check_engine(engine)
     x, weights, biases = autocast(x, weights, biases)
     check_linear(x, weights, biases)
-    address = _address(group)
+    address = address_of(group)
     rows = _flat(x)
     ys = library.replicated_linear(
         rows, weights, *_present(biases), address.group, address.channel, engine

@@ -36,7 +36,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.communicator import Communicator
 from fusedcomm.groups import resolve_group
+from fusedcomm.nn.sharded import local
 from fusedcomm.ops.collectives import all_reduce
+from fusedcomm.ops.dispatch import communicator_of
 from fusedcomm.trace import span
 
 #: The channel on which buckets are averaged: no other thread may use it.
@@ -117,7 +119,7 @@ def average_gradients(
     """
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive; got {bucket_bytes}")
-    comm = group if isinstance(group, Communicator) else Communicator.of(group)
+    comm = communicator_of(group)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for name, parameter in module.named_parameters():
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
@@ -131,18 +133,12 @@ def average_gradients(
         if some:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            wanted.append(_local(parameter.grad))
+            wanted.append(local(parameter.grad.detach()))  # of a DTensor, this rank's part
     for bucket in _buckets(wanted, bucket_bytes):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         all_reduce(flat, op="avg", group=comm, out=flat)
         for grad, averaged in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             grad.copy_(averaged.view(grad.shape))
-
-
-def _local(grad: Tensor) -> Tensor:
-    """This rank's part of a gradient, which may be cut over another group as a DTensor."""
-    grad = grad.detach()
-    return grad.to_local() if hasattr(grad, "to_local") else grad
 
 
 def _buckets(grads: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:

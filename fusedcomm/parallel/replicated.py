@@ -19,6 +19,7 @@ from fusedcomm.communicator import Communicator
 from fusedcomm.engines.plain.collectives import all_reduce_in_place
 from fusedcomm.nn.moe import MoE
 from fusedcomm.nn.sharded import ShardedModule
+from fusedcomm.ops.dispatch import communicator_of
 
 
 class Summing:
@@ -92,7 +93,7 @@ def sync_replicated(module: nn.Module, group: Any = None) -> Summing:
     Returns:
         ``remove()`` undoes it.
     """
-    summing = Summing(group if isinstance(group, Communicator) else Communicator.of(group))
+    summing = Summing(communicator_of(group))
     complete = {
         id(parameter)
         for layer in module.modules()

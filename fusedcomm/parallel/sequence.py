@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusedcomm.communicator import Communicator
 from fusedcomm.nn.sharded import ShardedModule
 from fusedcomm.nn.vocabulary import VocabParallelEmbedding
+from fusedcomm.ops.dispatch import communicator_of
 from fusedcomm.parallel import decoder
 from fusedcomm.parallel.blocks import (
     CausalLoss,
@@ -63,7 +63,7 @@ def parallelize(model: Model, group: Any = None, *, logits: str = "gathered") ->
     if logits not in ("gathered", "local"):
         raise ValueError(f"logits must be 'gathered' or 'local'; got {logits!r}")
     found = decoder.find(model)
-    comm = group if isinstance(group, Communicator) else Communicator.of(group)
+    comm = communicator_of(group)
     mesh = group if isinstance(group, DeviceMesh) else None
     _check_heads(found, comm.world_size, mesh is not None)
     region = Region(comm, found.has_head, logits == "local")

@@ -29,10 +29,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from fusedcomm.topology.links import Link
+from fusedcomm.topology.links import Link, speed
 from fusedcomm.topology.model import Topology
 
 #: op -> its algorithms, the preferred first where times are equal.
@@ -246,11 +246,7 @@ def _link_of(algorithm: str, topology: Topology) -> Link:
         pairs += [(a, a ^ 1 << bit) for a in range(power) for bit in range(power.bit_length() - 1)]
     else:
         return _slowest(topology)
-    return min(_links(topology, pairs), key=lambda link: (link.bandwidth, -link.latency_s))
-
-
-def _links(topology: Topology, pairs: Sequence[tuple[int, int]]) -> list[Link]:
-    return [topology.link(a, b) for a, b in pairs]
+    return min((topology.link(a, b) for a, b in pairs), key=speed)
 
 
 def _microseconds(seconds: float) -> str:

@@ -65,6 +65,11 @@ class Link:
         return asdict(self)
 
 
+def speed(link: Link) -> tuple[float, float]:
+    """What links are compared by: of two that are equally wide, the later one is slower."""
+    return link.bandwidth, -link.latency_s
+
+
 SHARED_MEMORY = Link("shared-memory", 16 * GB, 30e-6, reduce_rate=24 * GB)
 TCP = Link("tcp", 1 * GB, 300e-6)
 NETWORK = Link("network", 45 * GB, 14e-6)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from fusedcomm.topology.links import NETWORK, SHARED_MEMORY, Link, as_link
+from fusedcomm.topology.links import NETWORK, SHARED_MEMORY, Link, as_link, speed
 
 Pair = tuple[int, int]
 
@@ -99,7 +99,7 @@ class Topology:
             for position, a in enumerate(ranks)
             for b in ranks[position + 1 :]
         ]
-        return min(pairs, key=_speed) if pairs else None
+        return min(pairs, key=speed) if pairs else None
 
     @cached_property
     def slowest_between(self) -> Link | None:
@@ -112,7 +112,7 @@ class Topology:
         total = self.world_size * (self.world_size - 1) // 2
         within = sum(len(ranks) * (len(ranks) - 1) // 2 for ranks in self.domains)
         usual = [self.between] if len(crossing) < total - within else []
-        return min([*crossing, *usual], key=_speed)
+        return min([*crossing, *usual], key=speed)
 
     def restricted(self, ranks: Sequence[int]) -> Topology:
         """The topology of some of the ranks, numbered anew in the order given."""
@@ -248,10 +248,6 @@ def _checked_links(links: Mapping[Pair, Link | str], world_size: int) -> dict[Pa
         if found.setdefault(key, link) != link:
             raise ValueError(f"ranks {key[0]} and {key[1]} are given two links")
     return found
-
-
-def _speed(link: Link) -> tuple[float, float]:
-    return link.bandwidth, -link.latency_s
 
 
 def _ranges(ranks: Sequence[int]) -> str:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from fusedcomm import schedule
 from fusedcomm.schedule import (
-    gather_order,
     piece_bounds,
     reduce_order,
     scaled_bounds,
@@ -63,15 +62,13 @@ def test_sizes_beyond_32_bits() -> None:
 def test_orders_are_permutations(world_size: int) -> None:
     for rank in range(world_size):
         everyone = list(range(world_size))
-        assert sorted(gather_order(rank, world_size)) == everyone
         assert sorted(reduce_order(rank, world_size)) == everyone
         assert sorted([rank, *successors(rank, world_size)]) == everyone
-        assert gather_order(rank, world_size)[0] == rank
         assert reduce_order(rank, world_size)[-1] == rank
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("order", [gather_order, reduce_order, successors])
+@pytest.mark.parametrize("order", [reduce_order, successors])
 def test_no_two_ranks_hit_one_peer_in_the_same_step(order, world_size: int) -> None:  # type: ignore[no-untyped-def]
     orders = [order(rank, world_size) for rank in range(world_size)]
     for step in zip(*orders, strict=True):
