@@ -17,7 +17,6 @@ import math
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -179,12 +178,11 @@ def run_benchmark(
 
         draw = getattr(module, "draw", draw_bars)
         draw(results, f"{op}, {_setting(options)}\n{machines.summary(description)}", plot_file)
-    return _report(op, module, options, description, results, verdicts)
+    return _report(op, options, description, results, verdicts)
 
 
 def _report(
     op: str,
-    module: ModuleType,
     options: Options,
     description: dict[str, Any],
     results: list[CaseResult],

@@ -7,7 +7,6 @@ with its part of the loop over all experts and all ranks' tokens.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -293,9 +292,3 @@ def check_handle(
     assert not d.x[begin:].any(), f"{what}: rows behind the last"
     assert d.offs.dtype == d.counts.dtype == torch.int32
     assert int(d.dropped) == 0
-
-
-def all_cases(cases: Sequence[Case], engine: str) -> list[Case]:
-    from dataclasses import replace
-
-    return [replace(case, engine=engine) for case in cases]

@@ -93,7 +93,7 @@ def produce_and_copy(
     bounds: Bounds,
     wire: torch.dtype,
 ) -> dict[str, int]:
-    """As ``_produce``, by the library's products, chunk by chunk; each is copied to its owner.
+    """As ``produce``, by the library's products, chunk by chunk; each is copied to its owner.
 
     Raises: ready[s][me][piece] on the owner.
     """
