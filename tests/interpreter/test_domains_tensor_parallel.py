@@ -23,8 +23,10 @@ from tests.ranks.test_domains_tensor_parallel import (
     bits,
     cases,
     check_bytes,
+    check_deaths,
     check_told,
     crossing,
+    die_in_a_call,
     differ,
 )
 from tests.ranks.test_tensor_parallel import bias_grad
@@ -118,6 +120,11 @@ def test_sums_are_equal_on_all_ranks_and_reproducible(pools: Pools) -> None:
 def test_the_gradient_of_a_bias_is_equal_on_all_ranks(pools: Pools) -> None:
     found = ranks(pools, "0,1;2,3;4,5", 6).run(bias_grad, "triton", timeout_s=100)
     assert len(set(found)) == 1
+
+
+def test_a_rank_that_dies_is_noticed_in_every_domain(pools: Pools) -> None:
+    outcomes = ranks(pools).outcomes(die_in_a_call, 3, "triton", timeout_s=60)
+    check_deaths(outcomes, 3)
 
 
 def test_domains_that_disagree_are_told(pools: Pools) -> None:

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 import fusedcomm as fc
 from fusedcomm.engines.host import tensor_parallel as host
+from fusedcomm.ranks.outcomes import Outcome
 from fusedcomm.testing import straggler
 from tests.conftest import Pools
 from tests.ranks.cases import CUTS_TOKENS, OPS, Case, Problem, call
@@ -217,14 +218,14 @@ def check_told(outcomes: list[str]) -> None:
         assert "[4x1, 5]" in said and "[4x1, 7]" in said
 
 
-def die_in_a_call(rank: int, victim: int) -> str:
+def die_in_a_call(rank: int, victim: int, engine: str) -> str:
     comm = fc.Communicator.of(timeout_s=20)
     comm.barrier()
     if rank == victim:
         os._exit(7)
     try:
         for _ in range(3):
-            fc.linear_all_reduce(torch.ones(4, 6), torch.ones(5, 6))
+            fc.linear_all_reduce(torch.ones(4, 6), torch.ones(5, 6), engine=engine)
     except fc.FusedcommError as error:
         return type(error).__name__
     return ""
@@ -233,7 +234,10 @@ def die_in_a_call(rank: int, victim: int) -> str:
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_that_dies_is_noticed_in_every_domain(pools: Pools, victim: int) -> None:
     pool = pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO)
-    outcomes = pool.outcomes(die_in_a_call, victim, timeout_s=30)
+    check_deaths(pool.outcomes(die_in_a_call, victim, "host", timeout_s=30), victim)
+
+
+def check_deaths(outcomes: list[Outcome], victim: int) -> None:
     for outcome in outcomes:
         if outcome.rank != victim:
             assert outcome.fate == "returned", outcome
