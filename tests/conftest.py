@@ -8,8 +8,9 @@ import pytest
 
 from fusedcomm.testing import RankPool
 
-#: Pools alive at once. Each is an interpreter with torch, and ranks that share its pages.
-LIMIT = 5
+#: Pools alive at once: nearly all that the suite asks for, so that few are started twice. Each is
+#: an interpreter with torch, and ranks that share its pages.
+LIMIT = 10
 
 
 class Pools:
@@ -27,7 +28,7 @@ class Pools:
         if pool is None or pool.closed:
             while len(self._pools) >= LIMIT:
                 self._pools.pop(next(iter(self._pools))).close()
-            pool = RankPool(world_size, env=env)
+            pool = RankPool(world_size, env=env, preload=["pytest"])
         elif pool.broken is not None:
             pool.restart()
         self._pools[key] = pool

@@ -22,7 +22,8 @@ _KILL_S = 20.0  # for the kernel to end killed processes
 # What the new interpreter runs: it must find fusedcomm where this one did.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from fusedcomm.ranks.launcher_main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from fusedcomm.ranks.launcher_main import main; "
+    "main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])"
 )
 
 
@@ -38,10 +39,10 @@ class Ended:
 class Launcher:
     """A new interpreter with torch, ready to fork ranks. Closing it ends them too."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        """Starts it with exactly this environment, and waits until it is ready."""
+    def __init__(self, env: Mapping[str, str], preload: Sequence[str] = ()) -> None:
+        """Starts it with exactly this environment, and waits until it has imported its modules."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+        arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), *preload]
         # It inherits the blocked signal: Ctrl-C must not interrupt it before it can ignore that.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

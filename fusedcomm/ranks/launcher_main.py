@@ -7,7 +7,8 @@ and so are the next ones, when these were killed.
 
 Forking is safe because this process has one thread (it has run no torch operation, and OpenMP and
 OpenBLAS are told to start none) and has touched no GPU. Forking the user's own process would be
-neither.
+neither. Modules that the pool's caller wants every rank to have are imported here too, under the
+same condition.
 
 Nobody survives whom. This process watches the pool's process and ends its ranks when that dies; it
 is their parent, and the kernel kills them when it dies. All of them ignore SIGINT, which a terminal
@@ -29,6 +30,7 @@ and from it ``{"ready": true}`` once, and for every rank that ended
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -37,6 +39,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -47,7 +50,7 @@ from fusedcomm.ranks.launcher import DESCRIPTORS, PACKET
 from fusedcomm.ranks.rank import bind_to_parent, serve
 
 
-def main(control_descriptor: int, pool_pid: int) -> None:
+def main(control_descriptor: int, pool_pid: int, preload: Sequence[str]) -> None:
     """The launcher's whole life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see Launcher
@@ -55,10 +58,22 @@ def main(control_descriptor: int, pool_pid: int) -> None:
     if os.getppid() != pool_pid:
         return  # it died before we could watch it
     sys.argv = ["rank"]
+    try:
+        _import(preload)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # at once: the interpreter would wait for what threads there are
     control = socket.socket(fileno=control_descriptor)
     control.send(json.dumps({"ready": True}).encode())
     _Launcher(control, pool).run()
     os._exit(0)  # taking torch down tidily costs a second and gains nothing
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+        if len(os.listdir("/proc/self/task")) > 1:
+            raise RuntimeError(f"importing {module} starts threads: ranks cannot be forked then")
 
 
 class _Launcher:

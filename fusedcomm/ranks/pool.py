@@ -27,7 +27,7 @@ import pickle
 import select
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any
@@ -65,6 +65,7 @@ class RankPool:
         env: Mapping[str, str] | None = None,
         threads: int = 1,
         pin: bool = False,
+        preload: Sequence[str] = (),
     ) -> None:
         """Starts the ranks and waits until they have joined their group.
 
@@ -74,6 +75,12 @@ class RankPool:
                 anything is imported.
             threads: torch's threads in each rank.
             pin: bind rank r to the r-th core that this process may use, wrapping around.
+            preload: names of modules to import once, for all ranks and also for those that
+                ``restart`` starts. Importing them must start no thread: ranks are forked.
+
+        Raises:
+            RuntimeError: what starts the ranks could not, or a module of ``preload`` could not be
+                imported or has started a thread; its own error output says which.
         """
         if not 1 <= world_size <= 100:
             raise ValueError(f"world_size must be 1 to 100, got {world_size}")
@@ -88,7 +95,7 @@ class RankPool:
         self._stacks: list[int] = []  # a descriptor for each rank
         self._ended: dict[int, Ended] = {}  # the ranks that are no more
         self.closed = False
-        self._launcher = Launcher({**os.environ, **_ENVIRONMENT, **(env or {})})
+        self._launcher = Launcher({**os.environ, **_ENVIRONMENT, **(env or {})}, preload)
         try:
             self._fork()
         except BaseException:

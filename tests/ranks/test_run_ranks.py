@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -21,10 +22,14 @@ from fusedcomm.testing import RankError, RankPool, run_ranks, straggler
 
 
 @pytest.fixture(scope="module")
-def own_pool() -> Iterator[RankPool]:
+def own_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """A pool for tests that look at its broken state, which ``pools`` would repair."""
-    with RankPool(3) as pool:
-        yield pool
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "imported_once.py").write_text("import os\nby = os.getpid()\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        with RankPool(3, preload=["imported_once"]) as pool:
+            yield pool
 
 
 @pytest.fixture
@@ -97,6 +102,27 @@ def test_ranks_are_reused_and_replaced_on_restart(pool: RankPool) -> None:
     second = pool.run(identity)
     assert not {pid for pid, _ in first} & {pid for pid, _ in second}
     assert {launcher for _, launcher in first} == {launcher for _, launcher in second}
+
+
+def importer(rank: int) -> bool:
+    return importlib.import_module("imported_once").by == os.getppid()
+
+
+def test_ranks_share_what_was_imported_for_them(pool: RankPool) -> None:
+    assert pool.run(importer) == [True] * 3
+    pool.restart()
+    assert pool.run(importer) == [True] * 3
+
+
+def test_what_starts_a_thread_cannot_be_imported_for_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = "import threading, time\nthreading.Thread(target=time.sleep, args=[60]).start()\n"
+    (tmp_path / "threaded.py").write_text(body)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RuntimeError, match="the process that starts the ranks ended with exit"):
+        RankPool(1, preload=["threaded"])
+    assert "importing threaded starts threads" in capfd.readouterr().err
 
 
 def test_run_ranks_sets_the_environment_before_anything_is_imported() -> None:
