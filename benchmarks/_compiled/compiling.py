@@ -109,7 +109,11 @@ def disassemble(cubin: bytes) -> str:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
         done = subprocess.run(
-            [_nvdisasm(), "-g", "-c", str(file)], capture_output=True, text=True, check=False
+            # -ndf: no search for where a branch stack leads. Kernels have none; it takes its time.
+            [_nvdisasm(), "-g", "-c", "-ndf", str(file)],
+            capture_output=True,
+            text=True,
+            check=False,
         )
     if done.returncode:
         raise RuntimeError(f"nvdisasm failed: {done.stderr.strip()}")
