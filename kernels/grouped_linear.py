@@ -30,6 +30,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .activations import activation
 from .moe_rows import MAX_PIECES, piece_size
 from .signals import FLAG_WORDS, PLACES, READY, count_in, memory, signal, wait_at_least, words
 from .tiles import accumulate, bias_of, block_of, first_tile, tile_position
@@ -67,28 +68,6 @@ def weight_of(expert, weight, stride_we, ok, other):
     them apart and adds it to every address of the loop over K.
     """
     return tl.where(ok, weight + tl.cast(expert, tl.int64) * stride_we, other)
-
-
-@triton.jit
-def activation(gate, up, ACTIVATION: tl.constexpr):
-    """Of the gate g and the up-projection u, float32; see ``engines.experts``."""
-    if ACTIVATION == "swiglu":
-        value = gate * tl.sigmoid(gate) * up
-    elif ACTIVATION == "geglu":
-        value = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    elif ACTIVATION == "geglu_tanh":
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        value = gate * tl.sigmoid(2.0 * inner) * up
-    elif ACTIVATION == "gpt_oss":
-        gate = tl.minimum(gate, 7.0)
-        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
-        value = gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
-    elif ACTIVATION == "relu2":
-        root = tl.maximum(gate, 0.0)
-        value = root * root
-    else:
-        value = gate
-    return value
 
 
 @triton.jit(do_not_specialize=_PLACES)

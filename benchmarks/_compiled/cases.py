@@ -139,6 +139,24 @@ _DOWN = Case(
     units=("stride_wk",),
     pointers=_pointers("x weight bias", tiles_W="*i32", **_BLOCKS),
 )
+_ACTIVATION = Case(
+    "activations",
+    "activation_kernel",
+    more={
+        "ACTIVATION": "swiglu",
+        "GATED": True,
+        "PAIRED": False,
+        "BM": 4,
+        "BN": 512,
+        "EXPERTS": 32,
+    },
+    pointers=_pointers("z a", first_E="*i64", counts_E="*i64"),
+)
+_ACTIVATION_GRAD = dataclasses.replace(
+    _ACTIVATION,
+    kernel="activation_grad_kernel",
+    pointers=_pointers("z da a dz", first_E="*i64", counts_E="*i64"),
+)
 _PUSH_ROWS = Case(
     "moe_rows",
     "push_rows_kernel",
@@ -290,6 +308,15 @@ CASES: list[Case] = [
     dataclasses.replace(_float32(_GROUPED_GRADIENT), plain="linear_kernel, float32, gradient"),
     Case("grouped_weight_grad", "grouped_bias_grad_kernel", more={"BM": 8, "BN": 256}, warps=1,
          pointers=_pointers("dy grad", **_BLOCKS)),
+    _ACTIVATION,
+    _of(_ACTIVATION, "in pairs", {"PAIRED": True}),
+    _ACTIVATION_GRAD,
+    *(_of(_ACTIVATION_GRAD, kind, {"ACTIVATION": kind})
+      for kind in ("geglu", "geglu_tanh")),
+    _of(_ACTIVATION_GRAD, "gpt_oss in pairs", {"ACTIVATION": "gpt_oss", "PAIRED": True}),
+    _of(_ACTIVATION_GRAD, "relu2", {"ACTIVATION": "relu2", "GATED": False}),
+    _of(_ACTIVATION_GRAD, "256 experts", {"EXPERTS": 256}),
+    dataclasses.replace(_float32(_ACTIVATION_GRAD), product=None),
     _PUSH_ROWS,
     _of(_PUSH_ROWS, "scaled", {"SCALED": True}),
     Case("moe_rows", "await_kernel", waits=1, pointers=_pointers("")),

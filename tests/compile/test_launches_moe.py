@@ -37,6 +37,11 @@ def _calls(rank: int, chip: tuple[int, int], hidden: int, ffn: int) -> dict[str,
             note(f"moe_ffn of {tokens}")
             torch.autograd.grad(y, [x, weights, w13, w2], y.detach())
             note(f"moe_ffn of {tokens}, backward")
+            again = {"num_experts": EXPERTS, "save_rows": False, **options}
+            y = fc.moe_ffn(x.detach(), ids, weights, w13.detach(), w2.detach(), **again)
+            driver.events.clear()
+            torch.autograd.grad(y, weights, y.detach())
+            note(f"rows of {tokens} made again")
             d = fc.dispatch(x, ids, weights, EXPERTS, overflow="drop", align=8, **options)
             note(f"dispatch of {tokens}")
             fc.combine(d.x, d).sum().backward()
@@ -66,8 +71,15 @@ def test_launches(pools, world_size, chip, sizes):
         *["end"] * 2,
     ]
     gradients = ["grouped_weight_grad_kernel"] * 2
-    backward = ["begin", *rows, "up_kernel", *BACK, *gradients, "await_kernel", "sum_kernel"]
-    assert _launched(found["moe_ffn of 64, backward"]) == [*backward, "end", "end"]
+    backward = ["begin", *rows, "up_kernel", "activation_grad_kernel", *BACK, *gradients]
+    assert _launched(found["moe_ffn of 64, backward"]) == [
+        *backward,
+        "await_kernel",
+        "sum_kernel",
+        *["end"] * 2,
+    ]
+    made_again = ["begin", "places_kernel", "activation_kernel", *BACK, "sum_kernel", "end"]
+    assert _launched(found["rows of 64 made again"]) == made_again
     sent = [*rows, "await_kernel", "take_kernel", "end"]
     assert _launched(found["dispatch of 64"]) == [*COUNT, "end", *route, *sent]
     returned = [*rows, "await_kernel", "sum_kernel", "end"]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import fusedcomm as fc
 from fusedcomm.ops.library import tensor_parallel as library
-from tests.gpu import domain_checks, exchange_checks, expert_checks
+from tests.gpu import domain_checks, exchange_checks, expert_checks, layer_checks
 from tests.gpu.common import DEVICE, captured, comm_of, late, settle
 from tests.gpu.running import Check
 from tests.ranks.cases import OPS, Case
@@ -354,6 +354,7 @@ CHECKS: dict[str, Check] = {
         *exchange_checks.CHECKS,
         *domain_checks.CHECKS,
         *expert_checks.CHECKS,
+        *layer_checks.CHECKS,
         float32,
         float16,
         pieces,

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 
 import fusedcomm as fc
-from fusedcomm.engines.triton import config, moe
+from fusedcomm.engines.triton import activations, config, moe
 from fusedcomm.engines.triton.launch import Launch
 from fusedcomm.kernels import moe_rows
 from fusedcomm.planning import routing
@@ -32,7 +32,8 @@ def calls(rank: int, world_size: int, op: str, same_slot: bool) -> None:
         stack.enter_context(replaced(routing, PIECE_ROWS=2))
         stack.enter_context(replaced(moe_rows, PIECE_ROWS=tl.constexpr(2)))
         stack.enter_context(replaced(config, _INTERPRETED=16))
-        stack.enter_context(replaced(moe, _ROWS=2))
+        for module in (activations, moe):
+            stack.enter_context(replaced(module, _ROWS=2))
         if same_slot:
             stack.enter_context(replaced(Workspace, take_slot=lambda self: 0))
         for number in range(CALLS):

@@ -7,7 +7,7 @@ import torch
 
 from fusedcomm.testing import RankError
 from fusedcomm.testing.races.recording import replaced
-from tests.gpu import checks, expert_checks
+from tests.gpu import checks, expert_checks, layer_checks
 
 NEEDS_A_GPU = {"auto_takes_triton", "growth_during_capture", "two_streams", "timeout_record"}
 #: The matrix of every dtype runs in test_tensor_parallel.py as well.
@@ -15,7 +15,11 @@ LONG = {"float16", "float32", "pieces", "copy_engine"}
 
 
 def _few_rounds(rank: int, world_size: int, name: str) -> None:
-    with replaced(checks, ROUNDS=5, REPLAYS=4), replaced(expert_checks, REPLAYS=4, ROUNDS=9):
+    with (
+        replaced(checks, ROUNDS=5, REPLAYS=4),
+        replaced(expert_checks, REPLAYS=4, ROUNDS=9),
+        replaced(layer_checks, REPLAYS=2),
+    ):
         checks.CHECKS[name](rank, world_size)
 
 

@@ -20,7 +20,7 @@ def test_every_kernel_is_clean(pools, op, world_size, same_slot):
     used = {"push_rows_kernel", "await_kernel", "take_kernel", "sum_kernel"}
     used |= {"push_counts_kernel", "collect_kernel", "places_kernel"}
     if op != "pair":
-        used |= {"up_kernel", "down_kernel", "row_blocks_kernel"}
+        used |= {"up_kernel", "down_kernel", "row_blocks_kernel", "activation_grad_kernel"}
         used |= {"grouped_weight_grad_kernel", "grouped_bias_grad_kernel"}
     events = [event for recording in recordings for event in recording.events]
     assert used <= {event.launch.kernel for event in events if event.launch}

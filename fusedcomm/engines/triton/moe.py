@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.experts import Experts, activate, activate_backward
+from fusedcomm.engines.experts import Experts
 from fusedcomm.engines.routed import Routed
+from fusedcomm.engines.triton.activations import activate, activate_backward
 from fusedcomm.engines.triton.arguments import blocks, meta
 from fusedcomm.engines.triton.config import Tiles, tiles_of
 from fusedcomm.engines.triton.experts_grads import experts_grads
@@ -125,7 +126,7 @@ def moe_ffn_backward(
         scale = routed.scale(weights)
         _push(rows, places, places.out, dy.contiguous(), routed.tokens, scale)
         _product(rows, places, routed, down, da)
-        rows.call(lambda: activate_backward(z, da, experts.style, da, dz))
+        activate_backward(rows, places, z, da, experts.style, da, dz)
         if need_x:
             _down(rows.beside[0], places, routed, dz, up, None)
         _await(rows, places)
@@ -147,7 +148,7 @@ def moe_ffn_choices(
     text = _text(plan, routed, z)
     with launches(comm, "moe_ffn_backward", space, text, z.device) as returns:
         places = Places(returns, routed)
-        returns.call(lambda: activate(z, experts.style, a))
+        activate(returns, places, z, experts.style, a)
         _down(returns, places, routed, a, _down_weight(experts), experts.b2)
         _await(returns, places)
         _, kept = _sum(returns, z, experts.hidden, None, routed, True)
