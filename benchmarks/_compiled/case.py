@@ -57,7 +57,7 @@ class Case:
     @property
     def on_tensor_cores(self) -> bool:
         """Whether it multiplies there: float32 in full precision does not, on NVIDIA's."""
-        return self.product not in (None, "float32", "reduce")
+        return self.product not in (None, "float32", "reduce", "activation")
 
     def function(self) -> Any:
         """The ``triton.jit`` function."""

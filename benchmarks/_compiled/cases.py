@@ -142,14 +142,8 @@ _DOWN = Case(
 _ACTIVATION = Case(
     "activations",
     "activation_kernel",
-    more={
-        "ACTIVATION": "swiglu",
-        "GATED": True,
-        "PAIRED": False,
-        "BM": 4,
-        "BN": 512,
-        "EXPERTS": 32,
-    },
+    product="activation",
+    more={"ACTIVATION": "swiglu", "GATED": True, "PAIRED": False, "EXPERTS": 32},
     pointers=_pointers("z a", first_E="*i64", counts_E="*i64"),
 )
 _ACTIVATION_GRAD = dataclasses.replace(
@@ -316,7 +310,7 @@ CASES: list[Case] = [
     _of(_ACTIVATION_GRAD, "gpt_oss in pairs", {"ACTIVATION": "gpt_oss", "PAIRED": True}),
     _of(_ACTIVATION_GRAD, "relu2", {"ACTIVATION": "relu2", "GATED": False}),
     _of(_ACTIVATION_GRAD, "256 experts", {"EXPERTS": 256}),
-    dataclasses.replace(_float32(_ACTIVATION_GRAD), product=None),
+    dataclasses.replace(_float32(_ACTIVATION_GRAD), product="activation"),
     _PUSH_ROWS,
     _of(_PUSH_ROWS, "scaled", {"SCALED": True}),
     Case("moe_rows", "await_kernel", waits=1, pointers=_pointers("")),

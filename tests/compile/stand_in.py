@@ -90,6 +90,7 @@ def gpu(capability: int, shared: int) -> Iterator[Driver]:
     import triton
 
     from fusedcomm.engines.triton import (
+        activations,
         config,
         experts_grads,
         gather,
@@ -104,7 +105,7 @@ def gpu(capability: int, shared: int) -> Iterator[Driver]:
     driver = Driver(capability, shared)
     side = _side(GPU)
     workspace, launches, tiles = Memory.workspace, launch.launches, config.tiles_of
-    reduced = config.reduce_tiles
+    reduced, activated = config.reduce_tiles, config.activation_tiles
 
     def on_gpu(comm: Any, op: str, space: Any, text: str, device: torch.device) -> Any:
         return launches(comm, op, space, text, GPU)
@@ -136,6 +137,7 @@ def gpu(capability: int, shared: int) -> Iterator[Driver]:
         for module in (experts_grads, gather, moe, scatter, tensor_parallel):
             patch(module, tiles_of=lambda device, *sizes, **more: tiles(GPU, *sizes, **more))
         patch(tensor_parallel, reduce_tiles=lambda device: reduced(GPU))
+        patch(activations, activation_tiles=lambda device: activated(GPU))
         patch(launch, _loaded=set())
         before = triton.runtime.driver._active
         triton.runtime.driver.set_active(driver)

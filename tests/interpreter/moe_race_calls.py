@@ -23,6 +23,7 @@ from tests.interpreter.race_faults import _kernels
 
 CALLS = 3
 EXPERTS, HIDDEN, FFN = 4, 16, 16
+FEW_ROWS = config.Tiles(2, 16, 0, group=1, warps=4, stages=1)
 
 
 def calls(rank: int, world_size: int, op: str, same_slot: bool) -> None:
@@ -32,8 +33,8 @@ def calls(rank: int, world_size: int, op: str, same_slot: bool) -> None:
         stack.enter_context(replaced(routing, PIECE_ROWS=2))
         stack.enter_context(replaced(moe_rows, PIECE_ROWS=tl.constexpr(2)))
         stack.enter_context(replaced(config, _INTERPRETED=16))
-        for module in (activations, moe):
-            stack.enter_context(replaced(module, _ROWS=2))
+        stack.enter_context(replaced(moe, _ROWS=2))
+        stack.enter_context(replaced(activations, activation_tiles=lambda device: FEW_ROWS))
         if same_slot:
             stack.enter_context(replaced(Workspace, take_slot=lambda self: 0))
         for number in range(CALLS):

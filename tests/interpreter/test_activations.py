@@ -16,6 +16,7 @@ import fusedcomm as fc
 from fusedcomm.engines import experts as host
 from fusedcomm.engines.experts import ACTIVATIONS, LAYOUTS, Style
 from fusedcomm.engines.triton import activations
+from fusedcomm.engines.triton.config import Tiles
 from fusedcomm.engines.triton.launch import launches
 from fusedcomm.protocol import Space
 from tests.conftest import Pools
@@ -101,8 +102,9 @@ def computed(comm: fc.Communicator, case: Case, given: Rows, style: Style) -> li
             places.counts_E[expert] = part.stop - part.start
 
     space, cpu = Space("test", 1, 16, 1), torch.device("cpu")
+    tiles = Tiles(4, case.features, 0, group=1, warps=4, stages=1)
     with (
-        mock.patch.object(activations, "_FEATURES", case.features),
+        mock.patch.object(activations, "activation_tiles", lambda device: tiles),
         launches(comm, "test", space, str(case), cpu) as launch,
     ):
         launch.call(arrive)

@@ -9,12 +9,10 @@ from torch import Tensor
 
 from fusedcomm.engines.experts import GATED, Style
 from fusedcomm.engines.triton.arguments import blocks
+from fusedcomm.engines.triton.config import activation_tiles, compiler_options
 from fusedcomm.engines.triton.launch import Launch
 from fusedcomm.engines.triton.places import Places
 from fusedcomm.kernels import activations as kernels
-
-#: Rows and features that a program reads at once: of each tensor 16 elements a thread.
-_ROWS, _FEATURES = 4, 512
 
 
 def activate(launch: Launch, places: Places, z: Tensor, style: Style, a: Tensor) -> None:
@@ -24,7 +22,7 @@ def activate(launch: Launch, places: Places, z: Tensor, style: Style, a: Tensor)
     """
     launch.run(
         kernels.activation_kernel,
-        _programs(places, z),
+        _programs(launch, places, z),
         "reduce",
         "activation",
         z=z,
@@ -46,7 +44,7 @@ def activate_backward(
     """
     launch.run(
         kernels.activation_grad_kernel,
-        _programs(places, z),
+        _programs(launch, places, z),
         "reduce",
         "gradient of the activation",
         z=z,
@@ -57,13 +55,14 @@ def activate_backward(
     )
 
 
-def _programs(places: Places, z: Tensor) -> int:
+def _programs(launch: Launch, places: Places, z: Tensor) -> int:
     """As many as there may be blocks of rows, each expert's last one perhaps not full."""
-    return blocks(z.shape[0], _ROWS) + places.experts
+    return blocks(z.shape[0], activation_tiles(launch.device).rows) + places.experts
 
 
 def _common(launch: Launch, places: Places, style: Style, a: Tensor) -> dict[str, Any]:
     gated = style.activation in GATED
+    tiles = activation_tiles(launch.device)
     return {
         "first_E": places.first_E,
         "counts_E": places.counts_E,
@@ -73,7 +72,8 @@ def _common(launch: Launch, places: Places, style: Style, a: Tensor) -> dict[str
         "ACTIVATION": style.activation,
         "GATED": gated,
         "PAIRED": gated and style.layout == "interleaved",
-        "BM": _ROWS,
-        "BN": _FEATURES,
+        "BM": tiles.rows,
+        "BN": tiles.columns,
         "EXPERTS": triton.next_power_of_2(max(1, places.experts)),
+        **compiler_options(tiles),
     }

@@ -42,7 +42,9 @@ class Tiles(NamedTuple):
 #: - "gated transposed": two sums, of such weights;
 #: - "gradient": of a weight, where both operands lie transposed;
 #: - "float32": on the vector units;
-#: - "reduce": no product, sums of partials.
+#: - "reduce": no product, sums of partials;
+#: - "activation": no product either, experts' activations and their gradients: a thread has 16
+#:   elements of each tensor.
 CHIPS = {
     "sm_90": {
         "large": Tiles(128, 256, 64, 8, 8, 3, 255),
@@ -53,6 +55,7 @@ CHIPS = {
         "gradient": Tiles(128, 256, 64, 8, 8, 3, 255),
         "float32": Tiles(64, 64, 32, 8, 4, 3, 255),
         "reduce": Tiles(32, 128, 0, 1, 4, 3, 255),
+        "activation": Tiles(4, 512, 0, 1, 4, 3, 255),
     },
     "sm_100": {
         "large": Tiles(128, 256, 64, 8, 8, 3, 255),
@@ -63,6 +66,7 @@ CHIPS = {
         "gradient": Tiles(128, 256, 64, 8, 8, 3, 255),
         "float32": Tiles(64, 64, 32, 8, 4, 3, 255),
         "reduce": Tiles(32, 128, 0, 1, 4, 3, 255),
+        "activation": Tiles(4, 512, 0, 1, 4, 3, 255),
     },
     # 64 KiB of shared memory: with two stages one of them lies in registers.
     "gfx942": {
@@ -74,6 +78,7 @@ CHIPS = {
         "gradient": Tiles(128, 128, 64, 8, 8, 2),
         "float32": Tiles(64, 64, 32, 8, 4, 2),
         "reduce": Tiles(32, 128, 0, 1, 4, 2),
+        "activation": Tiles(4, 512, 0, 1, 4, 2),
     },
 }
 #: Registers that a thread of a collective may have: left to itself the assembler rather spills.
@@ -115,6 +120,13 @@ def reduce_tiles(device: torch.device) -> Tiles:
     if device.type == "cpu":
         return Tiles(32, 128, 0, group=1, warps=4, stages=1)
     return CHIPS[_chip(device.index)]["reduce"]
+
+
+def activation_tiles(device: torch.device) -> Tiles:
+    """The blocks in which experts' activations are made."""
+    if device.type == "cpu":
+        return Tiles(_INTERPRETED, 128, 0, group=1, warps=4, stages=1)
+    return CHIPS[_chip(device.index)]["activation"]
 
 
 def fitting(tiles: Tiles, itemsize: int, shared: int) -> Tiles:
