@@ -120,7 +120,7 @@ def dot_rows(rows: Tensor, tokens: Tensor, dy: Tensor) -> Tensor:
     """
     wide = torch.promote_types(dy.dtype, torch.float32)
     result = dy.new_empty(len(tokens), dtype=wide)
-    block = max(1, _BLOCK // rows.shape[1])
+    block = rows_at_once(rows.device, rows.shape[1], _BLOCK)
     for start in range(0, len(tokens), block):
         part = slice(start, start + block)
         theirs = dy.index_select(0, tokens[part]).to(wide)

@@ -8,12 +8,14 @@ behind it the lists of choices that came from the other domains, domain after do
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from fusedcomm.engines.origins import Origin, Origins, rows_from
 from fusedcomm.engines.routed import Routed
 from fusedcomm.planning.moe import Terms, digest_text
 from fusedcomm.planning.relaying import (
@@ -26,7 +28,7 @@ from fusedcomm.planning.relaying import (
     read_choices,
     slots_by_domain,
 )
-from fusedcomm.planning.routing import Layout, Placement, sort_choices
+from fusedcomm.planning.routing import Array, Layout, Placement, sort_choices
 
 Tensor = torch.Tensor
 
@@ -77,10 +79,13 @@ class Relay(NamedTuple):
         routed: tokens and choices ``[tokens, k]``, some of no expert here. Of another domain's
             source, only the tokens that have one.
         places: ``[choices]``, where each choice stands among these ``tokens * k``.
+        columns: ``[tokens, k]`` on the host, the columns of the choices, of this domain's; their
+            number for no expert here.
     """
 
     routed: Carried
     places: Tensor
+    columns: Array
 
     @property
     def tokens(self) -> int:
@@ -103,12 +108,14 @@ class Relay(NamedTuple):
         return found[self.places]
 
 
-class Relays(NamedTuple):
-    """Where all rows of a call go, over several domains.
+@dataclass(frozen=True, eq=False)
+class Relays:
+    """Where all rows of a call go, over several domains. Tensors lie where the rows do.
 
     Attributes:
         terms: what the routing depends on besides the ids.
         text: names the routing, for the board.
+        domains: the ranks of each.
         layout: all places in this domain, of all sources' rows.
         mine: this rank's domain.
         carried: of every domain the rows for this one, from the rank in this one's place.
@@ -119,6 +126,7 @@ class Relays(NamedTuple):
 
     terms: Terms
     text: str
+    domains: Domains
     layout: Layout
     mine: int
     carried: list[Relay]
@@ -137,17 +145,21 @@ class Relays(NamedTuple):
         slot: Tensor,
         relayed: Tensor,
     ) -> Relays:
-        """From the tensors that the public operations keep; all in CPU memory."""
-        counts_WE = table.numpy()
+        """From the tensors that the public operations keep."""
+        counts_WE, device = table.cpu().numpy(), slot.device
         mine = next(number for number, ranks in enumerate(domains) if rank in ranks)
         place = domains[mine].index(rank)
         parted = part(terms.num_experts, len(counts_WE), terms.owners, domains)
         layout = _layout(counts_WE.tobytes(), domains, mine, terms)
-        columns = columns_of_slots(slot.numpy(), counts_WE[rank])
+        columns = columns_of_slots(slot.cpu().numpy(), counts_WE[rank])
         found = outgoing(columns, parted)
         none = layout.placement.num_experts
         here = np.where(parted.domain_of[columns] == mine, parted.place_of[columns], none)
         carriers, carried, begin = carriers_in(domains, mine), [], 1
+
+        def there(array: Array) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
         for number, source in enumerate(ranks[place] for ranks in domains):
             if number == mine:
                 theirs, places = here, found[mine].choices
@@ -155,20 +167,20 @@ class Relays(NamedTuple):
                 end = begin + int(layout.sent[source])
                 theirs, places = read_choices(relayed[begin:end].numpy(), terms.top_k, none)
                 begin = end
-            _, *sorted_ = sort_choices(theirs, none)
-            sent, rows = (torch.from_numpy(array) for array in sorted_)
+            _, sent, rows = map(there, sort_choices(theirs, none))
             size = len(domains[mine])
             routed = Carried(terms, place, size, table, sent, rows, source, layout, carriers)
-            carried.append(Relay(routed, torch.from_numpy(places)))
+            carried.append(Relay(routed, there(places), theirs))
         return cls(
             terms,
             f"{digest_text(counts_WE)} of call {int(relayed[0])}",
+            domains,
             layout,
             mine,
             carried,
-            [torch.from_numpy(each.tokens) for each in found],
-            [torch.from_numpy(each.choices) for each in found],
-            torch.from_numpy(slots_by_domain(found, len(columns), mine)),
+            [there(each.tokens) for each in found],
+            [there(each.choices) for each in found],
+            there(slots_by_domain(found, len(columns), mine)),
         )
 
     @property
@@ -180,6 +192,53 @@ class Relays(NamedTuple):
     def others(self) -> list[int]:
         """The other domains."""
         return [number for number in range(len(self.carried)) if number != self.mine]
+
+    @property
+    def received(self) -> int:
+        """The first dimension of the rows that this rank gets."""
+        return self.own.routed.received
+
+    @functools.cached_property
+    def origins(self) -> Origins:
+        """The same for engines that know a rank's rows by the rank that sends them alone."""
+        place, ranks = self.own.routed.rank, range(len(self.domains[self.mine]))
+        # For each, so that memory that one has room in has room for the other.
+        most = None if self.terms.max_tokens is None else self.terms.max_tokens * len(self.others)
+
+        def made(domains: list[int]) -> Origin:
+            return rows_from(
+                replace(self.terms, max_tokens=most),
+                self.layout,
+                place,
+                [[self.domains[domain][rank] for domain in domains] for rank in ranks],
+                np.concatenate([self.carried[domain].columns for domain in domains]),
+                self.slots.device,
+            )
+
+        return Origins(made([self.mine]), made(self.others))
+
+
+#: By what was relayed, for as long as that is kept.
+_made = WeakTensorKeyDictionary()
+
+
+def relays_of(
+    terms: Terms,
+    domains: Domains,
+    rank: int,
+    table: Tensor,
+    order: Tensor,
+    slot: Tensor,
+    relayed: Tensor,
+) -> Relays:
+    """``Relays.of``, once for a routing: it costs work on the host, and with GPUs a look at them.
+
+    Where a compiler hands the tensors on, it may be others of the same values: once for each.
+    """
+    found = _made.get(relayed)
+    if found is None or found.terms != terms or found.domains != domains:
+        found = _made[relayed] = Relays.of(terms, domains, rank, table, order, slot, relayed)
+    return found
 
 
 @functools.lru_cache(maxsize=64)

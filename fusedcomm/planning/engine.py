@@ -56,6 +56,20 @@ def choose_engine(
     return "plain", obstacle
 
 
+def overlaps(
+    comm: Communicator,
+    device: torch.device,
+    dtype: torch.dtype,
+    engine: str,
+    *,
+    across: tuple[str, ...] = (),
+) -> bool:
+    """Whether ``choose_engine`` chooses another engine than "plain", or raises."""
+    if engine != "auto":
+        return engine != "plain"
+    return _obstacle(comm, device, dtype, engine, True, across) is None
+
+
 def _obstacle(
     comm: Communicator,
     device: torch.device,

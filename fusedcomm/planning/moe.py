@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedcomm.planning.engine import choose_engine
+from fusedcomm.planning.engine import ACROSS, choose_engine, overlaps
 from fusedcomm.planning.routing import Array, Layout, Placement, chunks, owners_text, place
 from fusedcomm.protocol import Space
 from fusedcomm.trace import record_plan
@@ -104,20 +104,20 @@ def plan(
     Raises:
         ValueError: the engine that was asked for cannot serve this group or device.
     """
-    chosen, reason = choose_engine(comm, device, dtype, engine, across=("host",))
-    across = chosen == "host" and is_across(comm, device, engine)
+    chosen, reason = choose_engine(comm, device, dtype, engine, across=ACROSS)
+    across = chosen != "plain" and comm.inside is not None
     chunks = "two_level" if across else 1 if chosen == "plain" else terms.num_experts
     record_plan(op, chosen, chunks, reason)
     return Plan(f"{op} {what} of {terms}, engine {chosen}", chosen, reason, across)
 
 
-def is_across(comm: Communicator, device: torch.device, engine: str) -> bool:
-    """Whether calls are carried out in two levels, inside domains and between them.
+def is_across(comm: Communicator, device: torch.device, dtype: torch.dtype, engine: str) -> bool:
+    """Whether ``plan`` says that calls are carried out in two levels, inside domains and between.
 
     Args:
         engine: what the caller asked for.
     """
-    return comm.inside is not None and device.type == "cpu" and engine in ("auto", "host")
+    return comm.inside is not None and overlaps(comm, device, dtype, engine, across=ACROSS)
 
 
 def table_text(layout: Layout) -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fusedcomm.planning.routing import Array, Placement, place
+from fusedcomm.planning.routing import Array, Layout, Placement, place
 
 Domains = tuple[tuple[int, ...], ...]
 
@@ -197,3 +197,30 @@ def slots_by_domain(found: Sequence[Outgoing], tokens: int, mine: int) -> Array:
         slots[each.tokens, number] = before + (each.tokens if own else np.arange(len(each.tokens)))
         before += tokens if own else len(each.tokens)
     return slots
+
+
+def places_from(layout: Layout, rank: int, sources: Sequence[Sequence[int]]) -> Array:
+    """Which of the rows that a rank receives are those of some sources, in another order.
+
+    Args:
+        layout: of all sources' rows; there they are ordered by (expert, source, token, choice).
+        sources: of every carrier in turn, whose rows it brings: the order is (expert, carrier, this
+            list, token, choice).
+
+    Rank 0 has two experts. Of the sources 0 to 3 those two of another domain are 1 and 3, carried
+    by the ranks 0 and 1:
+
+    >>> layout = Layout(np.array([[1, 1], [2, 0], [1, 1], [1, 2]]), place(2, 1), align=4)
+    >>> places_from(layout, 0, [[1], [3]]).tolist()
+    [1, 2, 4, 10, 11]
+    >>> places_from(layout, 0, [[0], [2]]).tolist()
+    [0, 3, 8, 9]
+    """
+    own = layout.placement.columns(rank)
+    every = [source for theirs in sources for source in theirs]
+    first, counts = (
+        array[every, own.start : own.stop].T.reshape(-1)
+        for array in (layout.first_row_WE, layout.counts_WE)
+    )
+    before = np.cumsum(counts) - counts
+    return np.repeat(first - before, counts) + np.arange(counts.sum())

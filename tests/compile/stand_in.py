@@ -126,7 +126,7 @@ def gpu(capability: int, shared: int) -> Iterator[Driver]:
         patch(torch.cuda, device=lambda _: contextlib.nullcontext())
         patch(torch.cuda, current_device=driver.get_current_device)
         patch(Communicator, gpu=lambda self, device: side)
-        patch(Memory, workspace=lambda self, space, device: workspace(self, space))
+        patch(Memory, workspace=lambda self, space, device=GPU: workspace(self, space))
         patch(engine, _obstacle=lambda *args: None)
         chip = "sm_100" if capability == 100 else "sm_90"
         patch(config, _shared_bytes=lambda device: shared, _chip=lambda device: chip)

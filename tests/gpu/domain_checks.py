@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,24 +12,45 @@ import torch.distributed as dist
 import fusedcomm as fc
 from tests.gpu.common import DEVICE, LIMIT_S, captured, settle
 from tests.gpu.exchange_checks import whole
+from tests.gpu.expert_checks import EXPERTS, TOKENS, Mixture
 from tests.ranks.cases import CUTS_TOKENS, Case
 from tests.ranks.checking import check
 
 
 def domains(rank: int, world_size: int) -> None:
     """Two domains, declared: kernels in each, and torch.distributed between them."""
+    for backend, comm in _in_two(world_size, "domains"):
+        _products(comm)
+        _collectives(comm)
+        if backend == "nccl":
+            _graph(comm)
+
+
+def domains_of_experts(rank: int, world_size: int) -> None:
+    """The mixture of experts in two levels, forward and backward."""
+    mixture = Mixture(rank, world_size)
+    for _, comm in _in_two(world_size, "domains of experts"):
+        for number in range(2):
+            mixture.fill(number)
+            mixture.check(mixture.calls(comm), number)
+        x = torch.arange(TOKENS * 8, device=DEVICE).view(TOKENS, 8).float()
+        ids = torch.arange(2 * TOKENS, device=DEVICE).view(TOKENS, 2) % EXPERTS
+        d = fc.dispatch(x, ids, None, EXPERTS, group=comm, engine="triton", align=4)
+        assert torch.equal(fc.combine(d.x, d), 2 * x)
+
+
+def _in_two(world_size: int, channel: str) -> Iterator[tuple[str, fc.Communicator]]:
+    """All ranks in two domains, if there are as many as make two of several ranks; in turn for all
+    that carries GPU tensors between them."""
     half = world_size // 2
     if half < 2 or world_size % 2:
         return
     topology = [list(range(half)), list(range(half, 2 * half))]
     for backend, group in _groups(world_size).items():
         comm = fc.Communicator.of(
-            group, channel=f"domains, {backend}", topology=topology, timeout_s=LIMIT_S
+            group, channel=f"{channel}, {backend}", topology=topology, timeout_s=LIMIT_S
         )
-        _products(comm)
-        _collectives(comm)
-        if backend == "nccl":
-            _graph(comm)
+        yield backend, comm
         settle()
         comm.close()
 
@@ -84,4 +106,4 @@ def _graph(comm: fc.Communicator) -> None:
         assert torch.equal(found, torch.cat(xs)), f"replay {number}"
 
 
-CHECKS = (domains,)
+CHECKS = (domains, domains_of_experts)

@@ -26,7 +26,7 @@ EXPERTS, HIDDEN, FFN = 4, 16, 16
 FEW_ROWS = config.Tiles(2, 16, 0, group=1, warps=4, stages=1)
 
 
-def calls(rank: int, world_size: int, op: str, same_slot: bool) -> None:
+def calls(rank: int, world_size: int, op: str, same_slot: bool, most: int = 20) -> None:
     """``CALLS`` calls in a row, of other routings, with pieces of few rows and small tiles."""
     torch.manual_seed(rank)
     with contextlib.ExitStack() as stack:
@@ -38,7 +38,7 @@ def calls(rank: int, world_size: int, op: str, same_slot: bool) -> None:
         if same_slot:
             stack.enter_context(replaced(Workspace, take_slot=lambda self: 0))
         for number in range(CALLS):
-            tokens = 0 if number == 1 and rank == 0 else 20 + number
+            tokens = 0 if number == 1 and rank == 0 else most + number
             CALLED[op](rank, world_size, tokens)
 
 

@@ -40,7 +40,7 @@ def _wrong_result(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU, in tests/gpu")
 @pytest.mark.parametrize("name", [n for n in checks.CHECKS if n not in NEEDS_A_GPU | LONG])
 def test_a_check_passes(pools, name):
-    ranks = 4 if name == "domains" else 2
+    ranks = 4 if name.startswith("domains") else 2
     pools(ranks, TRITON_INTERPRET="1").run(_few_rounds, ranks, name, timeout_s=150)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from fusedcomm.testing import races
 from tests.interpreter.moe_race_calls import calls, faulty_calls
+from tests.ranks.test_domains_tensor_parallel import TWO_OF_TWO
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,17 @@ def test_every_kernel_is_clean(pools, op, world_size, same_slot):
     events = [event for recording in recordings for event in recording.events]
     assert used <= {event.launch.kernel for event in events if event.launch}
     assert {event.kind for event in events} >= {"read", "write", "acquire", "release", "count"}
+
+
+@pytest.mark.parametrize("op, same_slot", [("pair", True), ("moe_ffn", False)])
+def test_every_kernel_is_clean_inside_domains(pools, op, same_slot):
+    """Where a call has its rows in two turns, on the next slot or on the same one."""
+    pool = pools(4, TRITON_INTERPRET="1", FUSEDCOMM_DOMAINS=TWO_OF_TWO)
+    recordings = pool.run(races.recorded, calls, 4, op, same_slot, 5, timeout_s=200)
+    assert races.check(recordings) == []
+    events = [event for recording in recordings for event in recording.events]
+    used = {event.launch.kernel for event in events if event.launch}
+    assert {"push_rows_kernel", "await_kernel", "take_kernel", "sum_kernel"} <= used
 
 
 @pytest.mark.parametrize(

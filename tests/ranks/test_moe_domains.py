@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm as fc
+from fusedcomm.engines.relays import Relays
 from fusedcomm.testing import disturb, straggler
 from tests.conftest import Pools
 from tests.ranks.fault_calls import die, see
@@ -26,12 +27,12 @@ from tests.ranks.test_moe_limits import dropped
 TWO_OF_THREE = "4,0,2;1,5,3"
 
 
-def check_two_levels(rank: int, cases: list[Case]) -> None:
+def check_two_levels(rank: int, cases: list[Case], engine: str = "host") -> None:
     comm = fc.Communicator.of()
     assert len(comm.topology.domains) > 1
     with fc.trace() as recorded:
         check(rank, cases)
-    assert recorded.plans and {plan.engine for plan in recorded.plans} == {"host"}
+    assert recorded.plans and {plan.engine for plan in recorded.plans} == {engine}
     moe = [plan for plan in recorded.plans if plan.op in ("dispatch", "combine", "moe_ffn")]
     assert {plan.chunks for plan in moe} == {"two_level"}
 
@@ -62,8 +63,11 @@ def test_what_finds_no_room_is_dropped_and_counted(pools: Pools) -> None:
     assert all(sum(counts) > 0 for counts in zip(*found, strict=True))
 
 
-def as_in_one_domain(rank: int) -> None:
-    """Rows are bit for bit those of one domain, as are sums of the experts of one domain."""
+def as_in_one_domain(rank: int, engine: str) -> None:
+    """Rows are bit for bit those of one domain, as are sums of the experts of one domain.
+
+    So are rows that are sent with the same plan, and gradients of such sums.
+    """
     world_size, hidden = dist.get_world_size(), 24
     torch.manual_seed(rank)
     x = torch.randn(17, hidden, dtype=torch.bfloat16)
@@ -73,17 +77,42 @@ def as_in_one_domain(rank: int) -> None:
     found = []
     for topology in (None, [list(range(world_size))]):
         with fc.Communicator.of(channel=f"compared {topology}", topology=topology) as comm:
-            d = fc.dispatch(x, ids, weights, 8, group=comm, align=4)
-            found.append((d, fc.combine(d.x * 2.0, d)))
-    (d, y), (other, sums) = found
+            leaf = x.clone().requires_grad_()
+            d = fc.dispatch(leaf, ids, weights, 8, group=comm, align=4, engine=engine)
+            y = fc.combine(d.x * 2.0, d)
+            y.sum().backward()
+            again = fc.dispatch(x[:, :6].float(), plan=d)
+            found.append((d, y.detach(), leaf.grad, again.x))
+    (d, y, dx, again), (other, sums, gradient, once_more) = found
     for name in ("x", "offs", "counts", "padded_counts", "weights", "dropped"):
         assert torch.equal(getattr(d, name), getattr(other, name)), name
-    assert torch.equal(y[:8], sums[:8])
+    assert torch.equal(again, once_more) and torch.equal(again, d.x[:, :6].float())
+    assert torch.equal(y[:8], sums[:8]) and torch.equal(dx[:8], gradient[:8])
     torch.testing.assert_close(y, sums)
+    torch.testing.assert_close(dx, gradient)
+
+
+def routed_once(rank: int) -> None:
+    """What follows from a routing is made once, by whichever operation comes first."""
+    x, ids, weights = routing(rank)
+    weights.requires_grad_()
+    with mock.patch.object(Relays, "of", side_effect=Relays.of) as made:
+        d = fc.dispatch(x.requires_grad_(), ids, weights, E)
+        fc.combine(d.x, d, save_rows=False).sum().backward()
+        again = fc.dispatch(x.detach(), plan=d)
+        assert made.call_count == 1
+        fc.combine(again.x, again).sum().backward()
+        assert made.call_count == 1
+        fc.dispatch(x, ids, weights, E)
+        assert made.call_count == 2
+
+
+def test_a_routing_is_made_once(pools: Pools) -> None:
+    pools(4, FUSEDCOMM_DOMAINS=INTERLEAVED).run(routed_once)
 
 
 def test_rows_are_those_of_one_domain(pools: Pools) -> None:
-    pools(4, FUSEDCOMM_DOMAINS=INTERLEAVED).run(as_in_one_domain)
+    pools(4, FUSEDCOMM_DOMAINS=INTERLEAVED).run(as_in_one_domain, "host")
 
 
 # What crosses
@@ -114,7 +143,7 @@ def abroad(rank: int) -> tuple[int, int, int]:
     return len(pairs), choices, len({domain for _, domain in pairs})
 
 
-def crossing(rank: int) -> dict[str, list[list[int]]]:
+def crossing(rank: int, engine: str) -> dict[str, list[list[int]]]:
     """By step, of every rank, the bytes and messages that it sends to other domains."""
     comm = fc.Communicator.of()
     between, world_size = comm.between, comm.world_size
@@ -134,23 +163,22 @@ def crossing(rank: int) -> dict[str, list[list[int]]]:
         found[name] = [each.tolist() for each in everyone]
         return result
 
-    d = counted("route, dispatch", lambda: fc.dispatch(x, ids, weights, E))
+    d = counted("route, dispatch", lambda: fc.dispatch(x, ids, weights, E, engine=engine))
     counted("dispatch", lambda: fc.dispatch(x, plan=d))
     y = counted("combine", lambda: fc.combine(d.x, d))
     counted("combine, dispatch, backward", y.sum().backward)
     experts = (w13.requires_grad_(), w2.requires_grad_())
-    y = counted("route, moe_ffn", lambda: fc.moe_ffn(x, ids, weights, *experts, num_experts=E))
+    options: dict[str, Any] = {"num_experts": E, "engine": engine}
+    y = counted("route, moe_ffn", lambda: fc.moe_ffn(x, ids, weights, *experts, **options))
     counted("moe_ffn, backward", y.sum().backward)
-    y = fc.moe_ffn(x, ids, weights, *experts, num_experts=E, save_rows=False)
+    y = fc.moe_ffn(x, ids, weights, *experts, **options, save_rows=False)
     counted("moe_ffn, backward, rows made again", y.sum().backward)
     found["abroad"] = [list(each) for each in map(abroad, range(world_size))]
     return found
 
 
-@pytest.mark.parametrize(("world_size", "domains"), [(4, INTERLEAVED), (8, FOUR_OF_TWO)])
-def test_a_token_crosses_once_per_domain(pools: Pools, world_size: int, domains: str) -> None:
-    found = pools(world_size, FUSEDCOMM_DOMAINS=domains).run(crossing)[0]
-    n = domains.count(";") + 1
+def check_crossing(found: dict[str, list[list[int]]], world_size: int, n: int) -> None:
+    """What crosses between n domains is what docs/moe.md says."""
     pairs, choices, ways = (sum(own) for own in zip(*found["abroad"], strict=True))
     assert choices > 1.2 * pairs, "tokens have several experts in a domain"
     rows, lists = pairs * ROW, 4 * choices
@@ -172,6 +200,12 @@ def test_a_token_crosses_once_per_domain(pools: Pools, world_size: int, domains:
     # What a rank gives in a dispatch is its own tokens' affair alone.
     own = [[pairs * ROW, ways] for pairs, _, ways in found["abroad"]]
     assert found["dispatch"] == own
+
+
+@pytest.mark.parametrize(("world_size", "domains"), [(4, INTERLEAVED), (8, FOUR_OF_TWO)])
+def test_a_token_crosses_once_per_domain(pools: Pools, world_size: int, domains: str) -> None:
+    found = pools(world_size, FUSEDCOMM_DOMAINS=domains).run(crossing, "auto")[0]
+    check_crossing(found, world_size, domains.count(";") + 1)
 
 
 def plainly(rank: int) -> list[int]:
@@ -242,13 +276,15 @@ def test_ways_to_train(pools: Pools) -> None:
     pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(check_ways_to_train)
 
 
-def workspace_bytes(rank: int, limits: dict[str, int]) -> tuple[dict[str, dict[str, int]], int]:
+def workspace_bytes(
+    rank: int, engine: str, limits: dict[str, int]
+) -> tuple[dict[str, dict[str, int]], int]:
     """What is held after a call, and rows that were received at most."""
     experts, k, hidden = 8, 4, 64
     with fc.Communicator.of(channel=f"bytes {limits}") as comm:
         ids = (torch.arange(24 * k) % experts).view(24, k)
         x = torch.ones(24, hidden, dtype=torch.bfloat16)
-        d = fc.dispatch(x, ids, None, experts, group=comm, **limits)
+        d = fc.dispatch(x, ids, None, experts, group=comm, engine=engine, **limits)
         fc.combine(d.x, d)
         return comm.workspace_bytes(), len(d.x)
 
@@ -257,7 +293,9 @@ def workspace_bytes(rank: int, limits: dict[str, int]) -> tuple[dict[str, dict[s
 def test_memory_is_what_the_formula_says(pools: Pools, limits: dict[str, int]) -> None:
     """A rank sends, and gets back, the choices of N sources that are for its domain."""
     k, row, local, n, g = 4, 2 * 64, 2, 2, 2
-    for held, received in pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(workspace_bytes, limits):
+    for held, received in pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(
+        workspace_bytes, "host", limits
+    ):
         # Half of a rank's 24 k choices are for either domain, and it carries two ranks'.
         sent = n * k * limits["max_tokens"] if limits else n * 24 * k // 2
         assert held["moe rows"]["data"] == 2 * received * row
@@ -267,10 +305,10 @@ def test_memory_is_what_the_formula_says(pools: Pools, limits: dict[str, int]) -
             assert held[kind]["flags"] == 4096 * -(-128 * words // 4096)
 
 
-def beside(rank: int) -> None:
+def beside(rank: int, engine: str) -> None:
     """Rows are on their way, also across, while something else is computed and exchanged."""
     comm = fc.Communicator.of()
-    case = Case("moe_ffn", (21, 8), k=3, engine="auto", bias=True)
+    case = Case("moe_ffn", (21, 8), k=3, bias=True)
     problem = Problem.of(case, 4)
     right = expected(case, problem, rank, 4)
     mine = case.experts_of(rank, 4)
@@ -278,12 +316,14 @@ def beside(rank: int) -> None:
     weights = problem.weights[rank].float().requires_grad_()
     own = {n: getattr(problem, n)[mine].float() for n in ("w13", "w2", "b13", "b2")}
 
+    options: dict[str, Any] = {"num_experts": 8, "engine": engine}
+
     def other() -> torch.Tensor:
         assert len(comm.calls.aside) == 1
         return fc.all_reduce(torch.ones(3))
 
     for _ in range(3):
-        y, four = fc.moe_ffn(x, problem.ids[rank], weights, **own, num_experts=8, beside=other)
+        y, four = fc.moe_ffn(x, problem.ids[rank], weights, **own, **options, beside=other)
         assert bool((four == 4).all()) and not comm.calls.aside
         torch.testing.assert_close(y.double(), right["y"], rtol=1e-4, atol=1e-4)
     y.backward(problem.dys[rank].float())
@@ -291,13 +331,13 @@ def beside(rank: int) -> None:
 
 
 def test_beside(pools: Pools) -> None:
-    pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(beside)
+    pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(beside, "auto")
 
 
-def frozen(rank: int) -> None:
+def frozen(rank: int, engine: str) -> None:
     """Only some gradients are asked for; those that are, are right."""
     for op in OPS:
-        case = Case(op, (9, 14), k=3, engine="auto", routing="sentinels")
+        case = Case(op, (9, 14), k=3, engine=engine, routing="sentinels")
         problem = Problem.of(case, 4)
         full = call(case, problem, rank, 4).results()
         for save_rows in (True, False):
@@ -306,11 +346,12 @@ def frozen(rank: int) -> None:
             weights = problem.weights[rank].float().requires_grad_()
             w13, w2 = problem.w13[mine].float(), problem.w2[mine].float()
             if op == "moe_ffn":
-                y = fc.moe_ffn(x, ids, weights, w13, w2, num_experts=8, save_rows=save_rows)
+                options = {"num_experts": 8, "engine": engine, "save_rows": save_rows}
+                y = fc.moe_ffn(x, ids, weights, w13, w2, **options)
                 y.backward(problem.dys[rank].float())
                 torch.testing.assert_close(weights.grad, full["dweights"])
             else:
-                d = fc.dispatch(x, ids, weights, 8)
+                d = fc.dispatch(x, ids, weights, 8, engine=engine)
                 fc.combine(d.x * 3.0, d, save_rows=save_rows).sum().backward()
                 valid = (ids >= 0) & (ids < 8)
                 right = (3.0 * x.sum(1, keepdim=True)) * valid
@@ -318,24 +359,24 @@ def frozen(rank: int) -> None:
 
 
 def test_some_gradients(pools: Pools) -> None:
-    pools(4, FUSEDCOMM_DOMAINS=INTERLEAVED).run(frozen)
+    pools(4, FUSEDCOMM_DOMAINS=INTERLEAVED).run(frozen, "auto")
 
 
-def compiled(rank: int, backend: str) -> None:
+def compiled(rank: int, backend: str, engine: str, names: tuple[str, ...]) -> None:
     """Compilers see what comes of it, and keep it."""
     generator = torch.Generator().manual_seed(rank)
     w13 = torch.randn(2, 6, HIDDEN, generator=generator)
     w2 = torch.randn(2, HIDDEN, 3, generator=generator)
 
     def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return fc.moe_ffn(x * 2, ids, weights, w13, w2, num_experts=8) + 1
+        return fc.moe_ffn(x * 2, ids, weights, w13, w2, num_experts=8, engine=engine) + 1
 
     def pair(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        d = fc.dispatch(x * 2, ids, weights, 8)
+        d = fc.dispatch(x * 2, ids, weights, 8, engine=engine)
         return fc.combine(d.x * 3, d)
 
     x, ids, weights = routing(rank)
-    for eager in (layer, pair):
+    for eager in [function for function in (layer, pair) if function.__name__ in names]:
         torch._dynamo.reset()
         found = []
         for function in (eager, torch.compile(eager, fullgraph=True, backend=backend)):
@@ -348,7 +389,9 @@ def compiled(rank: int, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(pools: Pools, backend: str) -> None:
-    pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(compiled, backend, timeout_s=180)
+    pools(4, FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(
+        compiled, backend, "auto", ("layer", "pair"), timeout_s=180
+    )
 
 
 # Faults
@@ -430,7 +473,7 @@ def test_a_death_is_noticed_in_every_domain(
 
 
 def refused(rank: int) -> None:
-    with pytest.raises(ValueError, match="its kernels serve one domain, and the group has several"):
+    with pytest.raises(ValueError, match="set TRITON_INTERPRET=1 before Python starts"):
         fc.dispatch(
             torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64), None, 4, engine="triton"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +11,16 @@ import torch
 import fusedcomm as fc
 from tests.conftest import Pools
 
+#: align, capacity.
+LIMITS = ((1, 5), (4, 8), (4, 3), (1, 0))
 
-def dropped(rank: int, engine: str, world_size: int) -> list[int]:
+
+def dropped(
+    rank: int, engine: str, world_size: int, limits: Sequence[tuple[int, int]] = LIMITS
+) -> list[int]:
     """Choices that find no room are as if they had no expert; how many, by case."""
     counts = []
-    for align, capacity in ((1, 5), (4, 8), (4, 3), (1, 0)):
+    for align, capacity in limits:
         everyone = []
         for r in range(world_size):
             generator = torch.Generator().manual_seed(100 + r)

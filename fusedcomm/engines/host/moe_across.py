@@ -24,74 +24,39 @@ added up. Inside a domain, workspaces, flags and the order of rows are as in one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import numpy as np
 import torch
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines.across import collectives as across
-from fusedcomm.engines.across.levels import Levels
+from fusedcomm.engines.across.border import Border, call, weight_grad
+from fusedcomm.engines.across.routing import exchange_choices, route
 from fusedcomm.engines.experts import Experts
-from fusedcomm.engines.host.border import Border, Sums, weight_dots, weight_grad
 from fusedcomm.engines.host.moe_ffn import Backward, Forward, again
 from fusedcomm.engines.host.rows import Returns, Rows, arriving, clear_padding, give_back, take
+from fusedcomm.engines.host.sums import Sums, weight_dots
 from fusedcomm.engines.host.units import Work
 from fusedcomm.engines.relays import Relays
-from fusedcomm.engines.routing import Route, route_on_host
-from fusedcomm.planning import collectives as collective_planning
-from fusedcomm.planning.moe import Plan, Terms, digest_text
-from fusedcomm.planning.relaying import columns_of_slots, outgoing, part, write_choices
+from fusedcomm.planning.moe import Plan
 from fusedcomm.schedule import successors
+
+__all__ = [
+    "choices",
+    "combine",
+    "combine_backward",
+    "dispatch",
+    "exchange_choices",
+    "moe_ffn",
+    "moe_ffn_backward",
+    "moe_ffn_choices",
+    "moe_send",
+    "route",
+]
 
 Tensor = torch.Tensor
 
 
-def exchange_counts(comm: Communicator, plan: Plan, counts: np.ndarray) -> np.ndarray:
-    """The table ``[W, E]``, from every rank's own row ``[E]``."""
-    own = torch.from_numpy(counts.astype(np.int32)).view(1, -1)
-    size, experts = comm.world_size, len(counts)
-    table = own.new_empty(1, size * experts)
-    bounds = [(rank * experts, (rank + 1) * experts) for rank in range(size)]
-    gather = collective_planning.Plan(plan.text, plan.engine, "hierarchical", None, plan.reason)
-    across.all_gather(comm, gather, own, table, bounds)
-    return table.view(size, experts).numpy().astype(np.int64)
-
-
-def route(comm: Communicator, plan: Plan, terms: Terms, ids: Tensor, overflow: str) -> Route:
-    """The routing of ids ``[T, k]``, agreed on by all ranks; see ``engines.routing``."""
-    return route_on_host(exchange_counts, comm, plan, terms, ids, overflow)
-
-
-def exchange_choices(
-    comm: Communicator, plan: Plan, terms: Terms, table: Tensor, slot: Tensor
-) -> Tensor:
-    """What ``Relays`` are made of besides the routing: other domains' choices for this one.
-
-    They are those of the ranks in this one's place.
-    """
-    counts_WE = table.numpy()
-    parted = part(terms.num_experts, comm.world_size, terms.owners, comm.topology.domains)
-    columns = columns_of_slots(slot.numpy(), counts_WE[comm.rank])
-    text = f"{plan.text}: choices, {digest_text(counts_WE)}"
-    with comm.collective(text):
-        levels = Levels(comm, text, "dispatch")
-        levels.agree()
-        lists = [write_choices(columns, each.choices, parted)
-                 for each in outgoing(columns, parted)]  # fmt: skip
-        lists[levels.mine] = lists[levels.mine][:0]
-        takes = counts_WE[levels.counterparts][:, parted.columns[levels.mine]].sum(1)
-        takes[levels.mine] = 0
-        sent = torch.from_numpy(np.concatenate(lists))
-        crossing = levels.begin("choices", sent, [len(each) for each in lists], takes.tolist())
-        number = torch.tensor([comm.calls.number & 0x7FFFFFFF], dtype=torch.int32)
-        return torch.cat([number, *crossing.finish()])
-
-
 def dispatch(comm: Communicator, plan: Plan, x: Tensor, scale: None, relays: Relays) -> Tensor:
     """This rank's rows ``[received, hidden]``: all ranks' tokens for its experts."""
-    with _call(comm, plan, relays, "dispatch") as border:
+    with call(comm, plan, relays, "dispatch") as border:
         border.send(x, None, x.dtype)
         return _received(border, x)
 
@@ -105,7 +70,7 @@ def combine(
         y ``[T, hidden]``; the finished rows ``[carried, hidden]`` of all sources of this rank, in
         the order in which they were sent, or an empty tensor.
     """
-    with _call(comm, plan, relays, "combine", f"rows kept {keep}") as border:
+    with call(comm, plan, relays, "combine", f"rows kept {keep}") as border:
         border.send(None, weights, h.dtype)
         returns = _give_back(border, h)
         border.finish()
@@ -137,7 +102,7 @@ def combine_backward(
         need_h: whether h's is. Both are equal on all ranks.
     """
     said = f"gradient of rows {need_h}, of weights {kept is not None}"
-    with _call(comm, plan, relays, "dispatch", said) as border:
+    with call(comm, plan, relays, "dispatch", said) as border:
         border.send(dy, weights, dy.dtype)
         dh = _received(border, dy) if need_h else None
         border.finish()
@@ -150,7 +115,7 @@ def combine_backward(
 
 def moe_send(comm: Communicator, plan: Plan, x: Tensor, relays: Relays) -> int:
     """Begin ``moe_ffn``: this rank's rows set out, into its own domain and others."""
-    with _call(comm, plan, relays, "moe_ffn") as border:
+    with call(comm, plan, relays, "moe_ffn") as border:
         border.send(x, None, x.dtype)
         return comm.calls.put_aside((border, _begun(border, x, scaled=False)))
 
@@ -167,7 +132,7 @@ def moe_ffn(
     sent: int | None = None,
 ) -> list[Tensor]:
     """As in one domain; the finished rows that are kept are those of ``combine``."""
-    with _call(comm, plan, relays, "moe_ffn", f"rows kept {keep_choices}") as border:
+    with call(comm, plan, relays, "moe_ffn", f"rows kept {keep_choices}") as border:
         border.send(x if sent is None else None, weights, x.dtype)
         if sent is None:
             brings, rows = border, _begun(border, x, scaled=False)
@@ -214,7 +179,7 @@ def moe_ffn_backward(
     returns: Returns | None = None
     grads: list[Tensor | None] = [None] * 4
     said = f"gradient of rows {inside}, of weights {kept is not None}"
-    with _call(comm, plan, relays, "moe_ffn_backward", said) as border:
+    with call(comm, plan, relays, "moe_ffn_backward", said) as border:
         border.send(dy, weights, dy.dtype)
         if inside:
             rows = _begun(border, dy, scaled=True)
@@ -262,18 +227,6 @@ def moe_ffn_choices(
             returns = Returns(border.inside, border.op, relays.own.routed, hidden, z.dtype)
             again(Work(border.inside, relays.own.routed), returns, z, experts)
         return _carried(border, returns)
-
-
-@contextmanager
-def _call(
-    comm: Communicator, plan: Plan, relays: Relays, op: str, said: str = ""
-) -> Iterator[Border]:
-    """A call that all domains are in; ``said``: what else must be equal on every rank."""
-    text = ", ".join(filter(None, (plan.text, relays.text, said)))
-    with comm.collective(text):
-        border = Border(comm, op, relays)
-        border.levels.agree()
-        yield border
 
 
 def _begun(border: Border, x: Tensor, *, scaled: bool, own: Tensor | None = None) -> Rows:

@@ -25,6 +25,7 @@ def experts_grads(
     x_rows: Tensor,
     experts: Experts,
     needs: list[bool],
+    wide: bool = False,
 ) -> list[Tensor | None]:
     """Queue the gradients of w13, w2, b13 and b2 where ``needs`` says so.
 
@@ -35,13 +36,15 @@ def experts_grads(
         a: the activation's outputs ``[rows, ffn]``.
         dz: gradients of the up-projection's outputs ``[rows, width]``.
         x_rows: the experts' inputs ``[rows, hidden]``.
+        wide: float32 is asked for, whatever the weights' dtype is.
 
     Returns:
         contiguous tensors like the weights and biases; None for those not needed or not there.
     """
     like = [experts.w13, experts.w2, experts.b13, experts.b2]
+    dtype = torch.float32 if wide else None
     grads = [
-        torch.empty_like(weight, memory_format=torch.contiguous_format)
+        torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
         if needed and weight is not None
         else None
         for needed, weight in zip(needs, like, strict=True)

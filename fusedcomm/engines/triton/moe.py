@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,19 @@ __all__ = [
 _ROWS, _FEATURES = 16, 512
 
 
+class Kept(NamedTuple):
+    """Where a call is to put what it keeps, instead of into tensors of its own; None: not kept.
+
+    Attributes:
+        x, z: the experts' rows ``[received, hidden]``, and z ``[received, width]``.
+        back: the finished rows ``[sent, hidden]`` as they came back, instead of by choice.
+    """
+
+    x: Tensor | None
+    z: Tensor | None
+    back: Tensor | None
+
+
 def dispatch(
     comm: Communicator, plan: Plan, x: Tensor, scale: Tensor | None, routed: Routed
 ) -> Tensor:
@@ -50,14 +63,25 @@ def dispatch(
 
 
 def combine(
-    comm: Communicator, plan: Plan, h: Tensor, weights: Tensor | None, routed: Routed, keep: bool
+    comm: Communicator,
+    plan: Plan,
+    h: Tensor,
+    weights: Tensor | None,
+    routed: Routed,
+    keep: bool,
+    back: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The weighted sums of this rank's tokens, and the rows they are made of if ``keep``."""
+    """The weighted sums of this rank's tokens, and the rows they are made of if ``keep``.
+
+    Args:
+        back: where to put these rows as they came back; see ``Kept``.
+    """
     space = _returns(routed, h)
     with launches(comm, "combine", space, _text(plan, routed, h), h.device) as returns:
         places = Places(returns, routed)
         _push(returns, places, places.back, h.contiguous(), None, None)
         _await(returns, places)
+        _take_back(returns, back)
         return _sum(returns, h, h.shape[1], weights, routed, keep)
 
 
@@ -77,26 +101,37 @@ def moe_ffn(
     keep_rows: bool,
     keep_choices: bool,
     sent: int | None = None,
+    into: Kept | None = None,
 ) -> list[Tensor]:
-    """y ``[T, hidden]``, and what the backward pass needs; see the host engine."""
+    """y ``[T, hidden]``, and what the backward pass needs; see the host engine.
+
+    Args:
+        into: given instead of ``keep_rows`` and ``keep_choices``; then y is all that is returned.
+    """
     hidden, total = x.shape[1], routed.received
     spaces = (_rows(routed, x), _returns(routed, x))
-    kept_x = x.new_empty((total, hidden) if keep_rows else (0,))
-    kept_z = x.new_empty((total, experts.width) if keep_rows else (0,))
+    kept_x = kept_z = back = None
+    if into is not None:
+        kept_x, kept_z, back = into
+    elif keep_rows:
+        kept_x, kept_z = x.new_empty(total, hidden), x.new_empty(total, experts.width)
     a = x.new_empty(total, experts.ffn)
     text = _text(plan, routed, x)
     with launches(comm, "moe_ffn", spaces[0], text, x.device, spaces[1]) as rows:
         (returns,) = rows.beside
         places = Places(rows, routed)
         _push(rows, places, places.out, x.contiguous(), routed.tokens, None)
-        _up(rows, places, routed, experts, a, kept_z if keep_rows else None)
+        _up(rows, places, routed, experts, a, kept_z)
         _down(returns, places, routed, a, _down_weight(experts), experts.b2)
         _await(rows, places)
-        if keep_rows:
+        if kept_x is not None:
             _take(rows, places, kept_x)
         _await(returns, places)
+        _take_back(returns, back)
         y, kept = _sum(returns, x, hidden, weights, routed, keep_choices)
-    return [y, kept_x, kept_z, kept]
+    if into is not None:
+        return [y]
+    return [y, *(x.new_empty(0) if t is None else t for t in (kept_x, kept_z)), kept]
 
 
 def moe_ffn_backward(
@@ -110,8 +145,13 @@ def moe_ffn_backward(
     routed: Routed,
     need_x: bool,
     needs: list[bool],
+    wide: bool = False,
 ) -> list[Tensor | None]:
-    """From dy: dx, and the gradients of w13, w2, b13 and b2; see the host engine."""
+    """From dy: dx, and the gradients of w13, w2, b13 and b2; see the host engine.
+
+    Args:
+        wide: the latter in float32, to be added to others.
+    """
     hidden, total = dy.shape[1], z.shape[0]
     spaces = [_rows(routed, dy)]
     if need_x:
@@ -132,7 +172,7 @@ def moe_ffn_backward(
         _await(rows, places)
         # Read where they arrived: the slot is this call's until it ends.
         dh = rows.workspace.part(comm.rank, rows.slot, 0, (total, hidden), dy.dtype)
-        grads = experts_grads(rows, places, dh, da, dz, x_rows, experts, needs)
+        grads = experts_grads(rows, places, dh, da, dz, x_rows, experts, needs, wide)
         if need_x:
             _await(rows.beside[0], places)
             dx, _ = _sum(rows.beside[0], dy, hidden, None, routed, False)
@@ -140,9 +180,18 @@ def moe_ffn_backward(
 
 
 def moe_ffn_choices(
-    comm: Communicator, plan: Plan, z: Tensor, experts: Experts, routed: Routed
+    comm: Communicator,
+    plan: Plan,
+    z: Tensor,
+    experts: Experts,
+    routed: Routed,
+    back: Tensor | None = None,
 ) -> Tensor:
-    """The finished rows by token and choice ``[T, k, hidden]``, made from z once more."""
+    """The finished rows by token and choice ``[T, k, hidden]``, made from z once more.
+
+    Args:
+        back: where to put them as they came back instead; see ``Kept``.
+    """
     a = z.new_empty(z.shape[0], experts.ffn)
     space = _space_of(returns_space, routed.most_sent_unread, routed, experts.hidden, z)
     text = _text(plan, routed, z)
@@ -151,6 +200,9 @@ def moe_ffn_choices(
         activate(returns, places, z, experts.style, a)
         _down(returns, places, routed, a, _down_weight(experts), experts.b2)
         _await(returns, places)
+        if back is not None:
+            _take_back(returns, back)
+            return back
         _, kept = _sum(returns, z, experts.hidden, None, routed, True)
     return kept
 
@@ -240,15 +292,28 @@ def _memory(launch: Launch) -> dict[str, Any]:
 
 
 def _take(launch: Launch, places: Places, out: Tensor) -> None:
+    """The experts' rows, and zeros between them."""
+    _copy(launch, places.first_E, places.counts_E, out)
+
+
+def _take_back(launch: Launch, out: Tensor | None) -> None:
+    """All rows that came back, if there is anywhere to put them."""
+    if out is None:
+        return
+    first = torch.zeros(1, dtype=torch.int64, device=out.device)
+    _copy(launch, first, torch.full_like(first, out.shape[0]), out)
+
+
+def _copy(launch: Launch, first_E: Tensor, counts_E: Tensor, out: Tensor) -> None:  # noqa: N803
     launch.run(
         moe_rows.take_kernel,
         blocks(out.shape[0], _ROWS),
         "copy",
         "take rows",
         out=out,
-        first_E=places.first_E,
-        counts_E=places.counts_E,
-        experts=places.experts,
+        first_E=first_E,
+        counts_E=counts_E,
+        experts=first_E.shape[0],
         rows=out.shape[0],
         hidden=out.shape[1],
         BM=_ROWS,

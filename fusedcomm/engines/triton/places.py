@@ -94,7 +94,7 @@ class Places:
             align=routed.terms.align,
             capacity=-1 if capacity is None else capacity,
             record=launch.record if record is None else record,
-            BLOCK=triton.next_power_of_2(columns),
+            BLOCK=triton.next_power_of_2(max(1, columns)),  # a domain may have no experts
         )
 
     def arguments(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from torch import Tensor
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines import operations_of
 from fusedcomm.engines.choices import dot_choices
-from fusedcomm.engines.relays import Relays
+from fusedcomm.engines.relays import relays_of
 from fusedcomm.engines.routed import Routed
 from fusedcomm.engines.routing import table_device
 from fusedcomm.ops.library.effects import communicates
@@ -60,7 +60,7 @@ class _Run(NamedTuple):
         comm = self.comm
         if self.plan.across:
             place = (comm.topology.domains, comm.rank)
-            return Relays.of(self.terms, *place, table, order, slot, relayed)
+            return relays_of(self.terms, *place, table, order, slot, relayed)
         return Routed(self.terms, comm.rank, comm.world_size, table, order, slot)
 
 
@@ -118,7 +118,7 @@ def _(ids, overflow, num_experts, owners, align, capacity, max_tokens, group, ch
     terms = Terms(num_experts, ids.shape[1], _ranks(owners), align, capacity, max_tokens)
     local = len(terms.placement(comm.world_size).experts[comm.rank])
     size = (comm.world_size, num_experts)
-    across = is_across(comm, ids.device, engine)
+    across = is_across(comm, ids.device, ids.dtype, engine)
     relayed = torch.library.get_ctx().new_dynamic_size() if across else 0
     return [
         torch.empty(size, dtype=torch.int64, device=table_device(ids.device, capacity)),
@@ -221,7 +221,7 @@ def _kept(like: Tensor, slot: Tensor, hidden: int, keep: bool, where: tuple) -> 
     if not keep:
         return like.new_empty(0)
     *_, group, channel, engine = where
-    if is_across(Communicator.named(group, channel), like.device, engine):
+    if is_across(Communicator.named(group, channel), like.device, like.dtype, engine):
         return like.new_empty(torch.library.get_ctx().new_dynamic_size(), hidden)
     return like.new_empty(*slot.shape, hidden)
 
