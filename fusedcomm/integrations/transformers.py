@@ -31,50 +31,24 @@ keeps activations on token shards is :func:`fusedcomm.parallelize`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from transformers import AutoModelForCausalLM
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.nn.sharded import is_dtensor, local
-from fusedcomm.ops.layouts import gather_features, split_features
-from fusedcomm.ops.tensor_parallel import linear_all_reduce, replicated_linear
+from fusedcomm.integrations.dtensor.layouts import shard_parameter
+from fusedcomm.integrations.dtensor.styles import FusedColwiseParallel, FusedRowwiseParallel
+from fusedcomm.nn.sharded import local
 from fusedcomm.ops.vocabulary import vocab_parallel_embedding
 from fusedcomm.parallel.partial import SummedGradients
-
-
-class FusedColumnLinear(nn.Linear):
-    """An ``nn.Linear`` whose DTensor parameters are cut by output features; see the table."""
-
-    comm: Communicator
-    gather_output: bool
-
-    def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else local(self.bias)
-        y = replicated_linear(_plain(input), local(self.weight), bias, group=self.comm)
-        if not self.gather_output:
-            return y
-        return gather_features(y, group=self.comm, gathered_size=self.out_features)
-
-
-class FusedRowLinear(nn.Linear):
-    """An ``nn.Linear`` whose DTensor weight is cut by input features; see the table."""
-
-    comm: Communicator
-    split_input: bool
-
-    def forward(self, input: Tensor) -> Tensor:
-        x = split_features(_plain(input), group=self.comm) if self.split_input else local(input)
-        bias = None if self.bias is None else local(self.bias)
-        return linear_all_reduce(x, local(self.weight), bias, group=self.comm)
 
 
 class FusedEmbedding(nn.Embedding):
@@ -95,22 +69,19 @@ class FusedEmbedding(nn.Embedding):
 class _Exchanged(TensorParallelLayer):
     """A style that exchanges a module's class, so that copies and pickles go on working.
 
-    ``placements``: parameter name -> how it is cut. ``attributes`` are given to the module.
+    ``placements``: parameter name -> how it is cut.
     """
 
     def __init__(
-        self, plain: type, fused: type, placements: Mapping[str, Placement], **attributes: Any
+        self,
+        plain: type,
+        placements: Mapping[str, Placement],
+        exchange: Callable[[Any, DeviceMesh], nn.Module],
     ) -> None:
-        self.plain, self.fused = plain, fused
-        self.placements = placements
-        self.attributes = attributes
+        self.plain, self.placements, self.exchange = plain, placements, exchange
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
-        whole = module._parameters.get(param)
-        if whole is None:
-            return
-        cut = distribute_tensor(whole, mesh, [self.placements[param]], src_data_rank=None)
-        module._parameters[param] = nn.Parameter(cut, requires_grad=whole.requires_grad)
+        shard_parameter(module, param, mesh, self.placements[param], None)
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if type(module) is not self.plain:
@@ -119,14 +90,19 @@ class _Exchanged(TensorParallelLayer):
                 f"{type(module).__module__}.{type(module).__qualname__}; give that module one of "
                 "transformers' own styles"
             )
-        if isinstance(module, nn.Embedding) and (
-            module.max_norm or module.scale_grad_by_freq or module.sparse
-        ):
-            raise ValueError("max_norm, scale_grad_by_freq and sparse need the whole embedding")
-        module.__class__ = self.fused
-        for name, value in {"comm": Communicator.of(mesh), **self.attributes}.items():
-            setattr(module, name, value)
-        return module
+        return self.exchange(module, mesh)
+
+
+def _linear(style: FusedColwiseParallel | FusedRowwiseParallel) -> _Exchanged:
+    return _Exchanged(nn.Linear, style.placements, style.exchange)
+
+
+def _exchange_embedding(module: nn.Embedding, mesh: DeviceMesh) -> nn.Module:
+    if module.max_norm or module.scale_grad_by_freq or module.sparse:
+        raise ValueError("max_norm, scale_grad_by_freq and sparse need the whole embedding")
+    module.__class__ = FusedEmbedding
+    module.comm = Communicator.of(mesh)  # type: ignore[assignment]
+    return module
 
 
 class _Replicated(TensorParallelLayer):
@@ -137,23 +113,20 @@ class _Replicated(TensorParallelLayer):
         return module
 
 
-_COLUMN = (nn.Linear, FusedColumnLinear, {"weight": Shard(0), "bias": Shard(0)})
-_ROW = (nn.Linear, FusedRowLinear, {"weight": Shard(1), "bias": Replicate()})
-
 #: Name of a style -> the style, and the names of transformers' styles that it stands for.
 _STYLES: dict[str, tuple[TensorParallelLayer, tuple[str, ...]]] = {
-    "fused_colwise": (_Exchanged(*_COLUMN, gather_output=False), ("colwise",)),
+    "fused_colwise": (_linear(FusedColwiseParallel()), ("colwise",)),
     "fused_colwise_gather_output": (
-        _Exchanged(*_COLUMN, gather_output=True),
+        _linear(FusedColwiseParallel(output_layouts=Replicate())),
         ("colwise_gather_output", "colwise_rep"),
     ),
-    "fused_rowwise": (_Exchanged(*_ROW, split_input=False), ("rowwise",)),
+    "fused_rowwise": (_linear(FusedRowwiseParallel()), ("rowwise",)),
     "fused_rowwise_split_input": (
-        _Exchanged(*_ROW, split_input=True),
+        _linear(FusedRowwiseParallel(input_layouts=Replicate())),
         ("rowwise_split_input", "rowwise_rep"),
     ),
     "fused_embedding": (
-        _Exchanged(nn.Embedding, FusedEmbedding, {"weight": Shard(0)}),
+        _Exchanged(nn.Embedding, {"weight": Shard(0)}, _exchange_embedding),
         ("embedding_rowwise",),
     ),
     "fused_replicated": (_Replicated(), ("replicated_with_grad_allreduce",)),
@@ -223,10 +196,3 @@ _WHOLE_ATTENTION = {
     "fused_rowwise": "fused_rowwise_split_input",
     "fused_replicated": "fused_unchanged",
 }
-
-
-def _plain(x: Any) -> Tensor:
-    """A replicated input as a plain tensor, whose gradient is complete on every rank."""
-    if not is_dtensor(x):
-        return x
-    return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])

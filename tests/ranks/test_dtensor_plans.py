@@ -51,6 +51,7 @@ def check_exchanges(rank: int) -> None:
     for shared in (True, False):
         forward, backward = counts(True, shared)
         gathered = gathers[shared] * layers + 1  # and one for the head
+        assert forward.pop("all_gather") == 1  # of the head's outputs
         assert forward == {"all_gather_linear": gathered, "linear_reduce_scatter": 2 * layers}
         norms = 3 * layers + 1  # parameters of norms: a weight, and a weight and a bias
         assert backward.pop("all_reduce") == norms
@@ -60,7 +61,7 @@ def check_exchanges(rank: int) -> None:
             "linear_reduce_scatter": gathered,
         }
         forward, backward = counts(False, shared)
-        assert forward == {"linear_all_reduce": 2 * layers}
+        assert forward == {"linear_all_reduce": 2 * layers, "all_gather": 1}
         assert backward == {"linear_all_reduce": gathered}
 
 

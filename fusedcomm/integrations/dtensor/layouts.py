@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from fusedcomm.communicator import Communicator
+from fusedcomm.ops.layouts import gather_features, split_features
 
 
 class Layouts(NamedTuple):
@@ -135,6 +136,8 @@ def enter_by_features(x: Tensor, layouts: Layouts, mesh: DeviceMesh) -> Tensor:
         cut: DTensor = _on(x, mesh)
     elif _is_last(layouts.input, x.dim()):
         return x
+    elif isinstance(layouts.input, Replicate):
+        return split_features(x, group=layouts.comm)
     else:
         cut = DTensor.from_local(x, mesh, [layouts.input], run_check=False)
     wanted = Shard(cut.dim() - 1)
@@ -155,6 +158,9 @@ def leave(
     """
     layouts: Layouts = module.layouts  # type: ignore[assignment]
     wanted = from_left(layouts.output, len(shape))
+    if isinstance(wanted, Replicate) and _is_last(placement, len(shape)):
+        y = gather_features(y, group=layouts.comm, gathered_size=shape[-1])
+        placement = wanted
     if layouts.local_output and wanted == placement:
         return y
     mesh = module.weight.device_mesh  # type: ignore[attr-defined]  # a DTensor

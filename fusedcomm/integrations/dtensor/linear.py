@@ -8,7 +8,7 @@ ColumnLinear Shard(0) Shard(0) Replicate or      Shard(-1)
 RowLinear    Shard(1) Replic.  Shard(-1)         Replicate or Shard(token dim)
 ============ ======== ======== ================= =======================================
 
-Other layouts of input and output are first, or afterwards, redistributed by torch.
+Other layouts of input and output are exchanged before the product, or after it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class ColumnLinear(nn.Linear):
     """Cut by output features."""
 
     layouts: Layouts
-    sharing: Sharing | None
+    #: With the Linears whose input is gathered together with this one's.
+    sharing: Sharing | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if self.sharing is not None and self.sharing.open:

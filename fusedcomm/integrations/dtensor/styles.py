@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -20,11 +22,13 @@ from fusedcomm.ops.checks import check_engine
 
 
 class _FusedLinear(ParallelStyle):
-    """A style that exchanges the class of an ``nn.Linear``."""
+    """A style that exchanges the class of an ``nn.Linear``.
 
+    ``placements``: parameter name -> how it is cut.
+    """
+
+    placements: Mapping[str, Placement]
     _fused: type[nn.Linear]
-    _weight: Placement
-    _bias: Placement
     _input: Placement
     _output: Placement
 
@@ -54,9 +58,14 @@ class _FusedLinear(ParallelStyle):
                     else ": use torch's own style, or name the Linears inside"
                 )
             )
-        comm = Communicator.of(check_mesh(device_mesh))
-        shard_parameter(module, "weight", device_mesh, self._weight, self.src_data_rank)
-        shard_parameter(module, "bias", device_mesh, self._bias, self.src_data_rank)
+        check_mesh(device_mesh)
+        for name, placement in self.placements.items():
+            shard_parameter(module, name, device_mesh, placement, self.src_data_rank)
+        return self.exchange(module, device_mesh)
+
+    def exchange(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Give its class to an ``nn.Linear`` whose parameters are cut already."""
+        comm = Communicator.of(mesh)
         module.__class__ = self._fused
         module.layouts = Layouts(  # type: ignore[assignment]
             comm, self.input_layouts, self.output_layouts, self.use_local_output, self.engine
@@ -86,13 +95,9 @@ class FusedColwiseParallel(_FusedLinear):
         ValueError: a layout is neither ``Shard`` nor ``Replicate``.
     """
 
-    _fused, _weight, _bias = ColumnLinear, Shard(0), Shard(0)
+    placements = {"weight": Shard(0), "bias": Shard(0)}
+    _fused = ColumnLinear
     _input, _output = Replicate(), Shard(-1)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        super()._apply(module, device_mesh)
-        module.sharing = None  # type: ignore[assignment]
-        return module
 
 
 class FusedRowwiseParallel(_FusedLinear):
@@ -110,5 +115,6 @@ class FusedRowwiseParallel(_FusedLinear):
         ValueError: a layout is neither ``Shard`` nor ``Replicate``.
     """
 
-    _fused, _weight, _bias = RowLinear, Shard(1), Replicate()
+    placements = {"weight": Shard(1), "bias": Replicate()}
+    _fused = RowLinear
     _input, _output = Shard(-1), Replicate()
