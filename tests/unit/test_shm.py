@@ -16,6 +16,15 @@ from fusedcomm.errors import SharedMemoryError
 from fusedcomm.symmetric.shm import Segment
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> Iterator[None]:
+    """What all other tests imported is left out of the collections here, which it would slow."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def maps() -> int:
     gc.collect()  # those that other tests left
     return Path("/proc/self/maps").read_text().count("memfd:fusedcomm")
