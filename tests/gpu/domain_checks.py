@@ -69,7 +69,7 @@ def _groups(world_size: int) -> dict[str, Any]:
 def _products(comm: fc.Communicator) -> None:
     some = [Case(op, (37,), k=64, n=128) for op in (*CUTS_TOKENS, "linear_all_reduce")]
     some.append(Case("linear_reduce_scatter", (2,), k=64, n=128, values="ones"))
-    given = {"dtype": torch.bfloat16, "engine": "triton", "device": DEVICE}
+    given: dict[str, Any] = {"dtype": torch.bfloat16, "engine": "triton", "device": DEVICE}
     check(comm.rank, [replace(case, **given) for case in some], comm)
 
 
