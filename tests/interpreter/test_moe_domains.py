@@ -10,6 +10,7 @@ import torch
 
 import fusedcomm as fc
 from fusedcomm.engines.across import border
+from fusedcomm.planning.moe import is_across
 from tests.conftest import Pools
 from tests.ranks.moe_cases import Case
 from tests.ranks.test_domains_tensor_parallel import INTERLEAVED, TWO_OF_TWO
@@ -18,7 +19,6 @@ from tests.ranks.test_moe_domains import (
     beside,
     check_crossing,
     check_two_levels,
-    compiled,
     crossing,
     frozen,
     workspace_bytes,
@@ -111,9 +111,15 @@ def test_a_placed_layer(pools: Pools) -> None:
     pool.run(check_on_kernels, [3, 0, 3, 2, 0, 3, 1], timeout_s=200)
 
 
-def test_compiled(pools: Pools) -> None:
-    pool = pools(4, TRITON_INTERPRET="1", FUSEDCOMM_DOMAINS=TWO_OF_TWO)
-    pool.run(compiled, "aot_eager", "triton", ("layer",), timeout_s=200)
+def traced(rank: int) -> None:
+    """Compilers are told the shapes of two levels where calls are carried out so."""
+    comm, cpu = fc.Communicator.of(), torch.device("cpu")
+    found = {e: is_across(comm, cpu, torch.float32, e) for e in ("triton", "host", "auto", "plain")}
+    assert found == {"triton": True, "host": True, "auto": True, "plain": False}
+
+
+def test_shapes_for_compilers(pools: Pools) -> None:
+    pools(4, TRITON_INTERPRET="1", FUSEDCOMM_DOMAINS=TWO_OF_TWO).run(traced, timeout_s=100)
 
 
 def captured(rank: int) -> None:
