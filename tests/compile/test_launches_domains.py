@@ -111,7 +111,8 @@ def test_launches_of_experts_in_two_domains(pools):
     forward = ["begin", *rows, "up_kernel", *down, "take_kernel", "await_kernel"]
     assert _launched(found["moe_ffn"]) == 2 * [*forward, "take_kernel", "sum_kernel", *ends]
     gradients = ["grouped_weight_grad_kernel"] * 2
-    backward = ["begin", *rows, "up_kernel", *down, *gradients, "await_kernel", "sum_kernel"]
+    grads = ["up_kernel", "activation_grad_kernel", *down, *gradients]
+    backward = ["begin", *rows, *grads, "await_kernel", "sum_kernel"]
     assert _launched(found["moe_ffn, backward"]) == 2 * [*backward, *ends]
     sent = [*rows, "await_kernel", "take_kernel", "end"]
     returned = [*rows, "await_kernel", "sum_kernel", "end"]

@@ -296,7 +296,14 @@ def launches(
                 each.end()
             launch.flush()
         except triton.runtime.errors.InterpreterError as error:
-            raise (error.__cause__ or error) from None
+            raise _raised_in(error) from None
         if launch.gpu is not None and is_capturing():
             for each in everything:
                 each.workspace.captured = True
+
+
+def _raised_in(error: BaseException) -> BaseException:
+    """What was raised in an interpreted kernel: every function of it that is left wraps it anew."""
+    while isinstance(error, triton.runtime.errors.InterpreterError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
