@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fusedcomm.board import ControlBlock
 from fusedcomm.crossing import Carrier, OnStream, Staged, nccl
 from fusedcomm.errors import MismatchError, PeerLostError
-from fusedcomm.rendezvous import Place
+from fusedcomm.place import Place
 from fusedcomm.waiting import Pending
 
 #: Bytes in which a call is described to the other domains, as on a board.

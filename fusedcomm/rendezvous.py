@@ -1,7 +1,7 @@
 """How the ranks of a group find each other: the group's store, then sockets, then shared memory.
 
 First every rank says in the store where it is, from which all compute which of them can share
-memory (``Place.exchange``). Those that can then meet (``meet``):
+memory (``fusedcomm.place``). Those that can then meet (``meet``):
 
 Every rank posts a card in the group's store, with the name of its listener and its process. For
 each pair the higher rank connects to the lower one, both send their control block, and are done
@@ -13,43 +13,24 @@ itself leaves a card that says so.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
 import select
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import suppress
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from fusedcomm import board
 from fusedcomm.board import ControlBlock
-from fusedcomm.errors import (
-    AbortedError,
-    FusedcommError,
-    MismatchError,
-    PeerLostError,
-    PeerTimeoutError,
-)
+from fusedcomm.errors import AbortedError, FusedcommError, PeerLostError, PeerTimeoutError
+from fusedcomm.place import STORE_POLL_S, TAKEN_BACK, Place, check_time, store_errors
 from fusedcomm.symmetric.links import POLL_S, Links, Listener, open_connection
 from fusedcomm.symmetric.shm import Segment
 from fusedcomm.waiting import failure, state_of
-
-#: Seconds between two looks at the store for a card that is not there yet.
-_STORE_POLL_S = 2e-3
-#: Seconds after which a rank that asks something else is taken to mean it.
-_DISAGREEMENT_S = 3.0
-
-
-#: What stands in the store for a card that was taken back.
-_NO_CARD = "-"
 
 
 class Card(NamedTuple):
@@ -65,85 +46,6 @@ class Card(NamedTuple):
 _through: WeakKeyDictionary[dist.Store, dict[str, dict[int, str]]] = WeakKeyDictionary()
 
 
-def machine_identity() -> str:
-    """Equal for two processes exactly if they can share memory through sockets and see each other.
-
-    That is: the same boot of the same machine, and the same network and process namespaces.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return " ".join([boot, os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid")])
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank among those that meet, and the store they share.
-
-    Attributes:
-        rank, world_size: its number among them, and how many they are.
-        store: torch.distributed's, common to all of them.
-        key: in front of all that they write there.
-    """
-
-    rank: int
-    world_size: int
-    store: dist.Store
-    key: str
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup, key: str) -> Place:
-        """This rank's place in a process group."""
-        store = distributed_c10d._get_process_group_store(group)
-        return cls(dist.get_rank(group), dist.get_world_size(group), store, key)
-
-    def part(self, ranks: Sequence[int], name: str) -> Place:
-        """The place among some of the ranks, this one included, in the order given."""
-        return Place(ranks.index(self.rank), len(ranks), self.store, f"{self.key}/{name}")
-
-    def exchange(self, text: str, question: str, timeout_s: float) -> list[str]:
-        """What every rank says, by rank; collective.
-
-        Args:
-            text: this rank's answer; the same at every call of this process with this question.
-            question: what is answered. Ranks that ask different things do not understand each
-                other, and are told so.
-
-        Raises:
-            MismatchError: another rank asks something else.
-            PeerTimeoutError: a rank did not come.
-            PeerLostError: the store is gone.
-        """
-        # Answers are never deleted: a rank may read them long after this one has left.
-        answers = f"{self.key}/said/{hashlib.blake2b(question.encode(), digest_size=8).hexdigest()}"
-        asking = f"{self.key}/asking"
-        start = time.monotonic()
-        with _store_errors():
-            self.store.set(f"{asking}/{self.rank}", question)
-            self.store.set(f"{answers}/{self.rank}", text)
-            for rank in range(self.world_size):
-                while not self.store.check([f"{answers}/{rank}"]):
-                    if time.monotonic() - start > _DISAGREEMENT_S:
-                        self._compare(rank, asking, question)
-                    _check_time(self.rank, rank, start, timeout_s)
-                    time.sleep(_STORE_POLL_S)
-            found = [
-                self.store.get(f"{answers}/{rank}").decode() for rank in range(self.world_size)
-            ]
-            # Where it failed, the question stays for others to see that theirs is another.
-            self.store.set(f"{asking}/{self.rank}", _NO_CARD)
-            return found
-
-    def _compare(self, rank: int, asking: str, question: str) -> None:
-        """Raise if ``rank`` asks another question than this rank."""
-        if self.store.check([f"{asking}/{rank}"]):
-            theirs = self.store.get(f"{asking}/{rank}").decode()
-            if theirs not in (_NO_CARD, question):
-                raise MismatchError(
-                    f"ranks disagree on the topology: rank {self.rank} has [{question}], rank "
-                    f"{rank} has [{theirs}]. FUSEDCOMM_DOMAINS and topology= must be the same on "
-                    "every rank."
-                )
-
-
 def meet(place: Place, timeout_s: float) -> tuple[Links, dict[int, ControlBlock]]:
     """Connect ranks that can share memory, and map their control blocks; collective.
 
@@ -153,7 +55,7 @@ def meet(place: Place, timeout_s: float) -> tuple[Links, dict[int, ControlBlock]
     """
     meeting = _Meeting(place, timeout_s)
     try:
-        with _store_errors():
+        with store_errors():
             return meeting.run()
     except BaseException as error:
         meeting.fail(error)
@@ -169,22 +71,6 @@ def stay_alone(place: Place) -> tuple[Links, dict[int, ControlBlock]]:
     segment = Segment.create("control", ControlBlock.size(1))
     segment.release_descriptor()
     return Links(place.rank), {place.rank: ControlBlock(segment, 1)}
-
-
-@contextmanager
-def _store_errors() -> Iterator[None]:
-    try:
-        yield
-    except dist.DistError as error:
-        raise PeerLostError(f"the group's store, held by a rank, is gone: {error}") from error
-
-
-def _check_time(rank: int, missing: int, start: float, timeout_s: float) -> None:
-    if time.monotonic() - start > timeout_s:
-        raise PeerTimeoutError(
-            f"rank {rank} waited {timeout_s:g} s for rank {missing} while making a "
-            "communicator; every rank of the group must make it"
-        )
 
 
 class _Meeting:
@@ -211,7 +97,7 @@ class _Meeting:
         blocks = {self.rank: ControlBlock(own, self.world_size)}
         self._card = Card(listener.name, os.getpid())
         self._post(self._card)
-        pause = _STORE_POLL_S
+        pause = STORE_POLL_S
         while missing := [
             rank for rank in range(self.world_size) if rank not in blocks or rank in self._unsent
         ]:
@@ -220,7 +106,7 @@ class _Meeting:
                 if peer < self.rank and not self._links.connected(peer):
                     self._connect(peer)
             if self._await_news(listener, missing, pause):
-                pause = _STORE_POLL_S
+                pause = STORE_POLL_S
             else:
                 pause = min(2 * pause, POLL_S)
             self._accept(listener, blocks)
@@ -235,7 +121,7 @@ class _Meeting:
             for block in blocks.values():
                 if block.state > board.CLOSED:
                     raise failure(block)
-            _check_time(self.rank, missing[0], self._start, self._timeout_s)
+            check_time(self.rank, missing[0], self._start, self._timeout_s)
         # Who fails from here on says so in its block.
         self._through.update((peer, card.listener) for peer, card in self._cards.items())
         return self._links, blocks
@@ -268,7 +154,7 @@ class _Meeting:
         if not self._store.check([self._card_key(rank)]):
             return None
         text = self._store.get(self._card_key(rank)).decode()
-        return None if text == _NO_CARD else Card(**json.loads(text))
+        return None if text == TAKEN_BACK else Card(**json.loads(text))
 
     def _connect(self, peer: int) -> None:
         card = self._cards.get(peer)
@@ -351,4 +237,4 @@ class _Meeting:
         if not self._failed:
             with suppress(dist.DistError):
                 # Not deleted: a rank between check and get would block in the store.
-                self._store.set(self._card_key(self.rank), _NO_CARD)
+                self._store.set(self._card_key(self.rank), TAKEN_BACK)

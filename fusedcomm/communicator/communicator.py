@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedcomm import rendezvous
 from fusedcomm.between import Between, connect
 from fusedcomm.communicator import cache
 from fusedcomm.communicator.barrier import Barrier
@@ -26,7 +25,8 @@ from fusedcomm.communicator.torch_calls import TorchCalls
 from fusedcomm.gpu import GpuSide
 from fusedcomm.groups import device_of, resolve_group
 from fusedcomm.pairs import Pairs
-from fusedcomm.rendezvous import Place, meet, stay_alone
+from fusedcomm.place import Place, machine_identity
+from fusedcomm.rendezvous import meet, stay_alone
 from fusedcomm.schedule import successors
 from fusedcomm.symmetric.devices import Domain
 from fusedcomm.symmetric.groups import TorchGroup
@@ -169,7 +169,7 @@ class Communicator:
         cls, group: dist.ProcessGroup, channel: str, timeout_s: float, declared: Topology | None
     ) -> Communicator:
         place = Place.of(group, f"fusedcomm/{channel}")
-        mine = facts_of(rendezvous.machine_identity(), device_of(group))
+        mine = facts_of(machine_identity(), device_of(group))
         question = "domains as found" if declared is None else declared.text()
         said = place.exchange(mine.to_json(), question, timeout_s)
         topology = topology_of([Facts.from_json(text) for text in said], declared)

@@ -345,7 +345,7 @@ def _where(
     address: Address,
     engine: str,
 ) -> tuple[Any, ...]:
-    """The arguments that all custom ops end in; see ``library.moe.Where``."""
+    """The arguments that all custom ops end in; see ``library.moe_call.Where``."""
     placed = " ".join(map(str, owners))
     names = (address.group, address.channel, engine)
     return (num_experts, placed, align, capacity, max_tokens, *names)

@@ -92,6 +92,7 @@ def gpu(capability: int, shared: int) -> Iterator[Driver]:
     from fusedcomm.engines.triton import (
         activations,
         config,
+        experts,
         experts_grads,
         gather,
         launch,
@@ -134,7 +135,7 @@ def gpu(capability: int, shared: int) -> Iterator[Driver]:
         patch(tensor_parallel, launches=on_gpu)
         for module in (moe, routing):
             patch(module, launches=beside_cpu_tensors)
-        for module in (experts_grads, gather, moe, scatter, tensor_parallel):
+        for module in (experts, experts_grads, gather, scatter, tensor_parallel):
             patch(module, tiles_of=lambda device, *sizes, **more: tiles(GPU, *sizes, **more))
         patch(tensor_parallel, reduce_tiles=lambda device: reduced(GPU))
         patch(activations, activation_tiles=lambda device: activated(GPU))

@@ -92,7 +92,7 @@ def take_late(launch: Launch, *arguments: Any) -> None:
     take(launch, *arguments)
 
 
-take = moe._take
+take = moe.take_rows
 
 
 def replayed(rank: int, channel: str) -> None:
@@ -102,7 +102,7 @@ def replayed(rank: int, channel: str) -> None:
     ids = torch.arange(6).view(6, 1)
     d = fc.dispatch(torch.zeros(6, 8), ids, None, 6, group=comm, engine="triton")
     for who in range(comm.world_size):
-        late = mock.patch.object(moe, "_take", take_late) if rank == who else nullcontext()
+        late = mock.patch.object(moe, "take_rows", take_late) if rank == who else nullcontext()
         with same_slot(), late:
             for number in range(1, 5):
                 value = float(100 * who + number)

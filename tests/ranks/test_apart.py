@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 import fusedcomm as fc
-from fusedcomm import rendezvous
+from fusedcomm.communicator import communicator
 from tests.conftest import Pools
 from tests.ranks.fault_calls import (
     LIMIT_S,
@@ -22,7 +22,7 @@ from tests.ranks.fault_calls import (
 
 def live_apart(rank: int, victim: int | None) -> Seen:
     """As if every rank were in a process namespace, or on a machine, of its own."""
-    rendezvous.machine_identity = lambda: f"machine {rank}"
+    communicator.machine_identity = lambda: f"machine {rank}"
     before = held()
     seen = _work_apart(rank, victim)
     assert held() == before or victim is not None

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import fusedcomm as fc
-from fusedcomm import between, rendezvous
+from fusedcomm import between, place, rendezvous
 from fusedcomm.communicator import cache
 from fusedcomm.symmetric.links import Links
 from fusedcomm.symmetric.shm import Segment
@@ -50,7 +50,7 @@ CREATION = {
 
 
 UNSEEN = {
-    "before all": (rendezvous.Place, "exchange", 0),
+    "before all": (place.Place, "exchange", 0),
     "before its card": (rendezvous._Meeting, "run", 0),
 }
 

@@ -24,6 +24,7 @@ LAYERS = [
         "groups",
         "kernels",
         "pairs",
+        "place",
         "programs",
         "protocol",
         "rendezvous",

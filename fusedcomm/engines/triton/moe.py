@@ -11,13 +11,18 @@ from fusedcomm.communicator import Communicator
 from fusedcomm.engines.experts import Experts
 from fusedcomm.engines.routed import Routed
 from fusedcomm.engines.triton.activations import activate, activate_backward
-from fusedcomm.engines.triton.arguments import blocks, meta
-from fusedcomm.engines.triton.config import Tiles, tiles_of
+from fusedcomm.engines.triton.experts import down_product, grouped_product, up_product
 from fusedcomm.engines.triton.experts_grads import experts_grads
-from fusedcomm.engines.triton.launch import Launch, launches
-from fusedcomm.engines.triton.places import Places, Segments
+from fusedcomm.engines.triton.launch import launches
+from fusedcomm.engines.triton.places import Places
 from fusedcomm.engines.triton.routing import route
-from fusedcomm.kernels import grouped_linear, moe_rows
+from fusedcomm.engines.triton.rows import (
+    add_choices,
+    await_rows,
+    push_rows,
+    take_back,
+    take_rows,
+)
 from fusedcomm.planning.moe import Plan, returns_space, rows_space, table_text
 from fusedcomm.protocol import Space
 
@@ -30,9 +35,6 @@ __all__ = [
     "moe_send",
     "route",
 ]
-
-#: Rows and features that are moved at once.
-_ROWS, _FEATURES = 16, 512
 
 
 class Kept(NamedTuple):
@@ -56,9 +58,9 @@ def dispatch(
     space = _rows(routed, x)
     with launches(comm, "dispatch", space, _text(plan, routed, x), x.device) as rows:
         places = Places(rows, routed)
-        _push(rows, places, places.out, x.contiguous(), routed.tokens, scale)
-        _await(rows, places)
-        _take(rows, places, result)
+        push_rows(rows, places, places.out, x.contiguous(), routed.tokens, scale)
+        await_rows(rows, places)
+        take_rows(rows, places, result)
     return result
 
 
@@ -79,10 +81,10 @@ def combine(
     space = _returns(routed, h)
     with launches(comm, "combine", space, _text(plan, routed, h), h.device) as returns:
         places = Places(returns, routed)
-        _push(returns, places, places.back, h.contiguous(), None, None)
-        _await(returns, places)
-        _take_back(returns, back)
-        return _sum(returns, h, h.shape[1], weights, routed, keep)
+        push_rows(returns, places, places.back, h.contiguous(), None, None)
+        await_rows(returns, places)
+        take_back(returns, back)
+        return add_choices(returns, h, h.shape[1], weights, routed, keep)
 
 
 def moe_send(comm: Communicator, plan: Plan, x: Tensor, routed: Routed) -> int:
@@ -120,15 +122,15 @@ def moe_ffn(
     with launches(comm, "moe_ffn", spaces[0], text, x.device, spaces[1]) as rows:
         (returns,) = rows.beside
         places = Places(rows, routed)
-        _push(rows, places, places.out, x.contiguous(), routed.tokens, None)
-        _up(rows, places, routed, experts, a, kept_z)
-        _down(returns, places, routed, a, _down_weight(experts), experts.b2)
-        _await(rows, places)
+        push_rows(rows, places, places.out, x.contiguous(), routed.tokens, None)
+        up_product(rows, places, routed, experts, a, kept_z)
+        down_product(returns, places, routed, a, _down_weight(experts), experts.b2)
+        await_rows(rows, places)
         if kept_x is not None:
-            _take(rows, places, kept_x)
-        _await(returns, places)
-        _take_back(returns, back)
-        y, kept = _sum(returns, x, hidden, weights, routed, keep_choices)
+            take_rows(rows, places, kept_x)
+        await_rows(returns, places)
+        take_back(returns, back)
+        y, kept = add_choices(returns, x, hidden, weights, routed, keep_choices)
     if into is not None:
         return [y]
     return [y, *(x.new_empty(0) if t is None else t for t in (kept_x, kept_z)), kept]
@@ -164,18 +166,18 @@ def moe_ffn_backward(
     with launches(comm, "moe_ffn_backward", spaces[0], text, dy.device, *spaces[1:]) as rows:
         places = Places(rows, routed)
         scale = routed.scale(weights)
-        _push(rows, places, places.out, dy.contiguous(), routed.tokens, scale)
-        _product(rows, places, routed, down, da)
+        push_rows(rows, places, places.out, dy.contiguous(), routed.tokens, scale)
+        grouped_product(rows, places, routed, down, da)
         activate_backward(rows, places, z, da, experts.style, da, dz)
         if need_x:
-            _down(rows.beside[0], places, routed, dz, up, None)
-        _await(rows, places)
+            down_product(rows.beside[0], places, routed, dz, up, None)
+        await_rows(rows, places)
         # Read where they arrived: the slot is this call's until it ends.
         dh = rows.workspace.part(comm.rank, rows.slot, 0, (total, hidden), dy.dtype)
         grads = experts_grads(rows, places, dh, da, dz, x_rows, experts, needs, wide)
         if need_x:
-            _await(rows.beside[0], places)
-            dx, _ = _sum(rows.beside[0], dy, hidden, None, routed, False)
+            await_rows(rows.beside[0], places)
+            dx, _ = add_choices(rows.beside[0], dy, hidden, None, routed, False)
     return [dx, *grads]
 
 
@@ -198,12 +200,12 @@ def moe_ffn_choices(
     with launches(comm, "moe_ffn_backward", space, text, z.device) as returns:
         places = Places(returns, routed)
         activate(returns, places, z, experts.style, a)
-        _down(returns, places, routed, a, _down_weight(experts), experts.b2)
-        _await(returns, places)
+        down_product(returns, places, routed, a, _down_weight(experts), experts.b2)
+        await_rows(returns, places)
         if back is not None:
-            _take_back(returns, back)
+            take_back(returns, back)
             return back
-        _, kept = _sum(returns, z, experts.hidden, None, routed, True)
+        _, kept = add_choices(returns, z, experts.hidden, None, routed, True)
     return kept
 
 
@@ -231,246 +233,3 @@ def _text(plan: Plan, routed: Routed, x: Tensor) -> str:
     if routed.terms.capacity is not None or x.device.type != "cpu":
         return plan.text
     return f"{plan.text}, {table_text(routed.layout)}"
-
-
-def _push(
-    launch: Launch,
-    places: Places,
-    segments: Segments,
-    data: Tensor,
-    index: Tensor | None,
-    scale: Tensor | None,
-) -> None:
-    launch.run(
-        moe_rows.push_rows_kernel,
-        launch.programs,
-        "copy",
-        "push rows",
-        data=data,
-        index=segments.fields if index is None else index,
-        scale=data if scale is None else scale.float().contiguous(),
-        segments=segments.fields,
-        pieces_W=segments.pieces,
-        counters=launch.counters(segments.counters),
-        count=segments.number,
-        closing=places.closing,
-        hidden=data.shape[1],
-        record=launch.record,
-        INDEXED=index is not None,
-        SCALED=scale is not None,
-        BM=_ROWS,
-        BN=_FEATURES,
-        **launch.ranks,
-        **launch.flags,
-    )
-
-
-def _await(launch: Launch, places: Places) -> None:
-    flags = {name: launch.flags[name] for name in ("epoch_word", "ready_word", "chunks")}
-    launch.run(
-        moe_rows.await_kernel,
-        1,
-        "wait",
-        "wait for all rows",
-        closing=places.closing,
-        num_warps=1,
-        **flags,
-        **launch.ranks,
-        **launch.waits,
-    )
-
-
-def _memory(launch: Launch) -> dict[str, Any]:
-    flags = launch.flags
-    return {
-        "bases": launch.workspace.pointers,
-        "rank": launch.rank,
-        "data_offset": flags["data_offset"],
-        "region_bytes": flags["region_bytes"],
-        "record": launch.record,
-    }
-
-
-def _take(launch: Launch, places: Places, out: Tensor) -> None:
-    """The experts' rows, and zeros between them."""
-    _copy(launch, places.first_E, places.counts_E, out)
-
-
-def _take_back(launch: Launch, out: Tensor | None) -> None:
-    """All rows that came back, if there is anywhere to put them."""
-    if out is None:
-        return
-    first = torch.zeros(1, dtype=torch.int64, device=out.device)
-    _copy(launch, first, torch.full_like(first, out.shape[0]), out)
-
-
-def _copy(launch: Launch, first_E: Tensor, counts_E: Tensor, out: Tensor) -> None:  # noqa: N803
-    launch.run(
-        moe_rows.take_kernel,
-        blocks(out.shape[0], _ROWS),
-        "copy",
-        "take rows",
-        out=out,
-        first_E=first_E,
-        counts_E=counts_E,
-        experts=first_E.shape[0],
-        rows=out.shape[0],
-        hidden=out.shape[1],
-        BM=_ROWS,
-        BN=_FEATURES,
-        **_memory(launch),
-    )
-
-
-def _sum(
-    launch: Launch,
-    like: Tensor,
-    hidden: int,
-    weights: Tensor | None,
-    routed: Routed,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
-    """The sums ``[T, hidden]``, in the dtype of ``like``, and the rows they are made of."""
-    tokens, k = routed.slot.shape
-    y = like.new_empty(tokens, hidden)
-    kept = like.new_empty((tokens, k, hidden) if keep else (0,))
-    launch.run(
-        moe_rows.sum_kernel,
-        tokens,
-        "reduce",
-        "add the choices",
-        slot=routed.slot.contiguous(),
-        weights=y if weights is None else weights.float().contiguous(),
-        y=y,
-        kept=kept,
-        tokens=tokens,
-        hidden=hidden,
-        K=k,
-        WEIGHTED=weights is not None,
-        KEEP=keep,
-        BN=_FEATURES,
-        **_memory(launch),
-    )
-    return y, kept
-
-
-def _grouped(
-    launch: Launch,
-    places: Places,
-    routed: Routed,
-    weight: Tensor,
-    gated: bool = False,
-    paired: bool = False,
-) -> Tiles:
-    """Tiles for products with ``weight [experts, N, K]``, of the rows that an expert usually has.
-
-    Args:
-        gated, paired: as ``up_kernel`` has them.
-    """
-    rows = blocks(routed.most_received, max(1, places.experts))
-    product = "large" if weight.stride(2) == 1 else "transposed"
-    if gated:
-        product = "gated transposed" if product == "transposed" and not paired else "epilogue"
-    _, columns, depth = weight.shape
-    return tiles_of(launch.device, weight.dtype, rows, columns, depth, product)
-
-
-def _up(
-    launch: Launch,
-    places: Places,
-    routed: Routed,
-    experts: Experts,
-    a: Tensor,
-    z: Tensor | None,
-) -> None:
-    """``z = rows · w13ᵀ + b13`` where z is kept, and ``a = activation(z)``."""
-    w13 = experts.w13.transpose(1, 2) if experts.style.transposed else experts.w13
-    gated = experts.width != experts.ffn
-    interleaved = experts.style.layout == "interleaved"
-    _launch_up(
-        launch, places, routed, w13, experts.b13, a, z,
-        ACTIVATION=experts.style.activation,
-        GATED=gated,
-        PAIRED=gated and interleaved,
-        up_shift=experts.ffn,
-    )  # fmt: skip
-
-
-def _product(launch: Launch, places: Places, routed: Routed, weight: Tensor, out: Tensor) -> None:
-    """``out = rows · weightᵀ``; weight ``[experts, N, K]``."""
-    _launch_up(
-        launch, places, routed, weight, None, out, None,
-        ACTIVATION="none", GATED=False, PAIRED=False, up_shift=0,
-    )  # fmt: skip
-
-
-def _launch_up(
-    launch: Launch,
-    places: Places,
-    routed: Routed,
-    weight: Tensor,
-    bias: Tensor | None,
-    a: Tensor,
-    z: Tensor | None,
-    **how: Any,
-) -> None:
-    tiles = _grouped(launch, places, routed, weight, how["GATED"], how["PAIRED"])
-    launch.run(
-        grouped_linear.up_kernel,
-        launch.programs,
-        "gemm",
-        "experts, up",
-        weight=weight,
-        bias=a if bias is None else bias.contiguous(),
-        z=a if z is None else z,
-        a=a,
-        N=a.shape[1],
-        K=weight.shape[2],
-        stride_we=weight.stride(0),
-        stride_wn=weight.stride(1),
-        stride_wk=weight.stride(2),
-        KEEP=z is not None,
-        HAS_BIAS=bias is not None,
-        **how,
-        **meta(tiles, weight.shape[2]),
-        **places.arguments(),
-        **launch.ranks,
-        **launch.flags,
-        **launch.waits,
-    )
-
-
-def _down(
-    launch: Launch,
-    places: Places,
-    routed: Routed,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> None:
-    """``x · weightᵀ + bias``, back to the sources; weight ``[experts, N, K]``."""
-    tiles = _grouped(launch, places, routed, weight)
-    launch.run(
-        grouped_linear.down_kernel,
-        launch.programs,
-        "gemm",
-        "experts, down",
-        x=x,
-        weight=weight,
-        bias=x if bias is None else bias.contiguous(),
-        back_WE=places.back_WE,
-        tiles_W=places.row_blocks(tiles.rows),
-        counters=launch.counters(launch.world_size),
-        closing=places.closing,
-        N=weight.shape[1],
-        K=weight.shape[2],
-        stride_we=weight.stride(0),
-        stride_wn=weight.stride(1),
-        stride_wk=weight.stride(2),
-        record=launch.record,
-        HAS_BIAS=bias is not None,
-        **meta(tiles, weight.shape[2]),
-        **places.arguments(),
-        **launch.ranks,
-        **launch.flags,
-    )

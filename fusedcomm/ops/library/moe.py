@@ -28,58 +28,16 @@ to torch 2.13 Inductor does not find the unknown sizes of an ordered effect that
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
-from fusedcomm.engines import operations_of
-from fusedcomm.engines.choices import dot_choices
-from fusedcomm.engines.relays import relays_of
-from fusedcomm.engines.routed import Routed
 from fusedcomm.engines.routing import table_device
 from fusedcomm.ops.library.effects import communicates
-from fusedcomm.planning.moe import Plan, Terms, is_across, plan
-
-#: num_experts, owners (ranks, blanks between them, or ""), align, capacity, max_tokens, group,
-#: channel, engine. (A list would have to be answered by a list in every backward pass.)
-Where = tuple[int, str, int, int | None, int | None, str, str, str]
-
-
-class _Run(NamedTuple):
-    """One call, decided: who, how, and under which terms."""
-
-    comm: Communicator
-    plan: Plan
-    terms: Terms
-    engine: ModuleType
-
-    def routed(self, table: Tensor, order: Tensor, slot: Tensor, relayed: Tensor) -> Any:
-        comm = self.comm
-        if self.plan.across:
-            place = (comm.topology.domains, comm.rank)
-            return relays_of(self.terms, *place, table, order, slot, relayed)
-        return Routed(self.terms, comm.rank, comm.world_size, table, order, slot)
-
-
-def _ranks(owners: str) -> tuple[int, ...]:
-    return tuple(map(int, owners.split()))
-
-
-def _decide(op: str, like: Tensor, top_k: int, what: str, where: Where) -> _Run:
-    num_experts, owners, align, capacity, max_tokens, group, channel, engine = where
-    comm = Communicator.named(group, channel)
-    if comm.calls.aside and op != "moe_ffn":
-        raise ValueError(
-            f"{op} on a channel where a moe_ffn is under way: what runs beside it must use another "
-            "channel"
-        )
-    terms = Terms(num_experts, top_k, _ranks(owners), align, capacity, max_tokens)
-    chosen = plan(comm, op, terms, device=like.device, dtype=like.dtype, what=what, engine=engine)
-    family = "moe_across" if chosen.across else "moe"
-    return _Run(comm, chosen, terms, operations_of(chosen.engine, family))
+from fusedcomm.ops.library.moe_call import decide, kept_rows, ranks_of, received, said, weight_grad
+from fusedcomm.planning.moe import Terms, is_across
 
 
 @communicates
@@ -103,7 +61,7 @@ def moe_route(
         int64 ``[]``, this rank's choices that found no room.
     """
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
-    run = _decide("dispatch", ids, ids.shape[1], f"counts, overflow {overflow}", where)
+    run = decide("dispatch", ids, ids.shape[1], f"counts, overflow {overflow}", where)
     call = (run.comm, run.plan, run.terms)
     table, order, slot, *rest = run.engine.route(*call, ids, overflow)
     relayed = torch.empty(0, dtype=torch.int32)
@@ -115,7 +73,7 @@ def moe_route(
 @moe_route.register_fake
 def _(ids, overflow, num_experts, owners, align, capacity, max_tokens, group, channel, engine):
     comm = Communicator.named(group, channel)
-    terms = Terms(num_experts, ids.shape[1], _ranks(owners), align, capacity, max_tokens)
+    terms = Terms(num_experts, ids.shape[1], ranks_of(owners), align, capacity, max_tokens)
     local = len(terms.placement(comm.world_size).experts[comm.rank])
     size = (comm.world_size, num_experts)
     across = is_across(comm, ids.device, ids.dtype, engine)
@@ -128,10 +86,6 @@ def _(ids, overflow, num_experts, owners, align, capacity, max_tokens, group, ch
         *(ids.new_empty(local, dtype=torch.int32) for _ in range(3)),
         ids.new_empty((), dtype=torch.int64),
     ]
-
-
-def _received(capacity: int | None) -> Any:
-    return torch.library.get_ctx().new_dynamic_size() if capacity is None else capacity
 
 
 @communicates
@@ -153,14 +107,14 @@ def moe_dispatch(
 ) -> list[Tensor]:
     """This rank's rows ``[received, hidden]`` of all ranks' tokens ``[T, hidden]``; the anchor."""
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
-    run = _decide("dispatch", x, slot.shape[1], f"{x.dtype} [{x.shape[1]}]", where)
+    run = decide("dispatch", x, slot.shape[1], f"{x.dtype} [{x.shape[1]}]", where)
     routed = run.routed(table, order, slot, relayed)
     return [run.engine.dispatch(run.comm, run.plan, x, None, routed), x.new_empty(0)]
 
 
 @moe_dispatch.register_fake
 def _(x, table, order, slot, relayed, num_experts, owners, align, capacity, *where):
-    return [x.new_empty(_received(capacity), x.shape[1]), x.new_empty(0)]
+    return [x.new_empty(received(capacity), x.shape[1]), x.new_empty(0)]
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
@@ -202,28 +156,14 @@ def moe_combine(
     They are h's rows ``[received, hidden]`` of all ranks.
     """
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
-    run = _decide("combine", h, slot.shape[1], f"{h.dtype} [{h.shape[1]}]{_said(weights)}", where)
+    run = decide("combine", h, slot.shape[1], f"{h.dtype} [{h.shape[1]}]{said(weights)}", where)
     routed = run.routed(table, order, slot, relayed)
     return [*run.engine.combine(run.comm, run.plan, h, weights, routed, keep)]
 
 
 @moe_combine.register_fake
 def _(h, weights, anchor, table, order, slot, relayed, keep, *where):
-    return [h.new_empty(slot.shape[0], h.shape[1]), _kept(h, slot, h.shape[1], keep, where)]
-
-
-def _said(weights: Tensor | None) -> str:
-    return "" if weights is None else " weighted"
-
-
-def _kept(like: Tensor, slot: Tensor, hidden: int, keep: bool, where: tuple) -> Tensor:
-    """For fake kernels: the rows that are kept for the weights' gradient."""
-    if not keep:
-        return like.new_empty(0)
-    *_, group, channel, engine = where
-    if is_across(Communicator.named(group, channel), like.device, like.dtype, engine):
-        return like.new_empty(torch.library.get_ctx().new_dynamic_size(), hidden)
-    return like.new_empty(*slot.shape, hidden)
+    return [h.new_empty(slot.shape[0], h.shape[1]), kept_rows(h, slot, h.shape[1], keep, where)]
 
 
 def _combine_setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
@@ -285,8 +225,8 @@ def moe_combine_grads(
 ) -> tuple[Tensor, Tensor]:
     """From dy: the gradients of h ``[rows, hidden]`` if needed, of the weights if ``kept``."""
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
-    what = f"{dy.dtype} [{dy.shape[1]}]{_said(weights)}"
-    run = _decide("dispatch", dy, slot.shape[1], what, where)
+    what = f"{dy.dtype} [{dy.shape[1]}]{said(weights)}"
+    run = decide("dispatch", dy, slot.shape[1], what, where)
     routed = run.routed(table, order, slot, relayed)
     if run.plan.across:
         grads = run.engine.combine_backward(run.comm, run.plan, dy, weights, kept, routed, need_h)
@@ -294,18 +234,9 @@ def moe_combine_grads(
         dh = None
         if need_h:
             dh = run.engine.dispatch(run.comm, run.plan, dy, routed.scale(weights), routed)
-        grads = dh, _weight_grad(dy, weights, kept, slot)
+        grads = dh, weight_grad(dy, weights, kept, slot)
     dh, d_weights = (dy.new_empty(0) if grad is None else grad for grad in grads)
     return dh, d_weights
-
-
-def _weight_grad(
-    dy: Tensor, weights: Tensor | None, kept: Tensor | None, slot: Tensor
-) -> Tensor | None:
-    """``⟨dy[t], row of (t, j)⟩`` ``[T, k]``, where the rows are kept on the tokens' rank."""
-    if weights is None or kept is None:
-        return None
-    return dot_choices(kept, slot, dy, weights.dtype)
 
 
 @moe_combine_grads.register_fake
@@ -334,7 +265,7 @@ def moe_choices(
     """The rows that ``moe_combine`` keeps, sent once more."""
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
     what = f"choices of {h.dtype} [{h.shape[1]}]"
-    run = _decide("combine", h, slot.shape[1], what, where)
+    run = decide("combine", h, slot.shape[1], what, where)
     routed = run.routed(table, order, slot, relayed)
     if run.plan.across:
         return run.engine.choices(run.comm, run.plan, h, routed)
@@ -343,4 +274,4 @@ def moe_choices(
 
 @moe_choices.register_fake
 def _(h, table, order, slot, relayed, *where):
-    return _kept(h, slot, h.shape[1], True, where)
+    return kept_rows(h, slot, h.shape[1], True, where)

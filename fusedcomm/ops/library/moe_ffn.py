@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedcomm.engines.experts import Experts, Style
 from fusedcomm.ops.library.effects import communicates
-from fusedcomm.ops.library.moe import Where, _decide, _kept, _received, _said, _weight_grad
+from fusedcomm.ops.library.moe_call import Where, decide, kept_rows, received, said, weight_grad
 
 
 @communicates
@@ -48,7 +48,7 @@ def moe_ffn(
     """
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
     style = Style(activation, layout, transposed)
-    run = _decide("moe_ffn", x, slot.shape[1], _text(x, weights, style), where)
+    run = decide("moe_ffn", x, slot.shape[1], _text(x, weights, style), where)
     return run.engine.moe_ffn(
         run.comm,
         run.plan,
@@ -81,7 +81,7 @@ def moe_send(
 ) -> Tensor:
     """Begin a ``moe_ffn``: its rows set out. Returns what ends it, int64 ``[]`` in CPU memory."""
     where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
-    run = _decide("moe_send", x, slot.shape[1], f"{x.dtype} [{x.shape[1]}]", where)
+    run = decide("moe_send", x, slot.shape[1], f"{x.dtype} [{x.shape[1]}]", where)
     return torch.tensor(
         run.engine.moe_send(run.comm, run.plan, x, run.routed(table, order, slot, relayed))
     )
@@ -93,7 +93,7 @@ def _(x, *rest):
 
 
 def _text(x: Tensor, weights: Tensor | None, style: Style) -> str:
-    return f"{x.dtype} [{x.shape[1]}]{_said(weights)} {style.activation}"
+    return f"{x.dtype} [{x.shape[1]}]{said(weights)} {style.activation}"
 
 
 @moe_ffn.register_fake
@@ -103,12 +103,12 @@ def _(
 ):  # fmt: skip
     hidden = x.shape[1]
     width = w13.shape[2 if transposed else 1]
-    rows = _received(capacity) if keep_rows else 0
+    rows = received(capacity) if keep_rows else 0
     return [
         torch.empty_like(x, memory_format=torch.contiguous_format),
         x.new_empty((rows, hidden) if keep_rows else (0,)),
         x.new_empty((rows, width) if keep_rows else (0,)),
-        _kept(x, slot, hidden, keep_choices, where[:-1]),
+        kept_rows(x, slot, hidden, keep_choices, where[:-1]),
     ]
 
 
@@ -181,7 +181,7 @@ def moe_ffn_grads(
     need_x, _, *others = needs
     # What a rank's own experts need is its own affair; whether rows come back is not.
     what = f"{_text(dy, weights, style)}, input gradient {need_x}"
-    run = _decide("moe_ffn_backward", dy, slot.shape[1], what, where)
+    run = decide("moe_ffn_backward", dy, slot.shape[1], what, where)
     routed = run.routed(table, order, slot, relayed)
     exchange = (run.comm, run.plan, dy, weights, rows, z, Experts(w13, w2, b13, b2, style), routed)
     if run.plan.across:
@@ -190,7 +190,7 @@ def moe_ffn_grads(
         found = [None] * 5
         if need_x or any(others):
             found = run.engine.moe_ffn_backward(*exchange, need_x, others)
-        found = [found[0], _weight_grad(dy, weights, kept, slot), *found[1:]]
+        found = [found[0], weight_grad(dy, weights, kept, slot), *found[1:]]
     return [dy.new_empty(0) if grad is None else grad for grad in found]
 
 
@@ -231,7 +231,7 @@ def moe_ffn_choices(
     where: Where = (num_experts, owners, align, capacity, max_tokens, group, channel, engine)
     style = Style(activation, layout, transposed)
     what = f"choices of {_text(z, None, style)}"
-    run = _decide("moe_ffn_backward", z, slot.shape[1], what, where)
+    run = decide("moe_ffn_backward", z, slot.shape[1], what, where)
     experts = Experts(w13, w2, b13, b2, style)
     return run.engine.moe_ffn_choices(
         run.comm, run.plan, z, experts, run.routed(table, order, slot, relayed)
@@ -240,4 +240,4 @@ def moe_ffn_choices(
 
 @moe_ffn_choices.register_fake
 def _(z, w13, w2, b13, b2, table, order, slot, relayed, activation, layout, transposed, *where):
-    return _kept(z, slot, w2.shape[2 if transposed else 1], True, where)
+    return kept_rows(z, slot, w2.shape[2 if transposed else 1], True, where)
