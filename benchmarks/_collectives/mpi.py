@@ -55,9 +55,12 @@ class Partner:
         self._stream = connection.makefile("rw")
         atexit.register(self.close)
 
-    def prepare(self, op: str, count: int) -> float:
-        """Have inputs of ``count`` elements made and the call tried; returns its error."""
-        answer = self._ask(op=op, count=count)
+    def prepare(self, op: str, count: int, calls: int) -> float:
+        """Have inputs of ``count`` elements made and the call tried; returns its error.
+
+        It will be made ``calls`` times in a row.
+        """
+        answer = self._ask(op=op, count=count, calls=calls)
         return float(answer["error"])
 
     def call(self, at_ns: int) -> tuple[int, int]:

@@ -72,15 +72,18 @@ def main(token: str) -> None:
     connection.connect(f"\0{token}-{comm.rank}")
     with connection, connection.makefile("rw") as stream:
         call: Callable[[], None] = comm.Barrier
+        calls = 1
         for line in stream:
             order = json.loads(line)
             if "op" in order:
                 call, error = prepare(comm, order["op"], order["count"])
+                calls = order["calls"]
                 answer = {"error": error, "version": MPI.Get_library_version().split(",")[0]}
             else:
                 while (begin := time.perf_counter_ns()) < order["at_ns"]:
                     os.sched_yield()
-                call()
+                for _ in range(calls):
+                    call()
                 answer = {"begin": begin, "end": time.perf_counter_ns()}
             stream.write(json.dumps(answer) + "\n")
             stream.flush()

@@ -4,6 +4,7 @@ what memory allows."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,14 @@ from torch import Tensor
 import fusedcomm as fc
 from fusedcomm.benchmarks._collectives import mpi
 from fusedcomm.benchmarks._collectives.copies import copies
-from fusedcomm.benchmarks.harness import Options, Path, Prepared, Ranks, relative_bound
+from fusedcomm.benchmarks.harness import (
+    Options,
+    Path,
+    Prepared,
+    Ranks,
+    Tensors,
+    relative_bound,
+)
 
 if hasattr(dist, "all_gather_single"):  # torch 2.13's names; it warns at the older ones
     _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
@@ -22,13 +30,14 @@ else:
 _partner: mpi.Partner | None = None
 
 
-def prepare(op: str, nbytes: int, options: Options, ranks: Ranks) -> Prepared:
+def prepare(op: str, nbytes: int, calls: int, options: Options, ranks: Ranks) -> Prepared:
     """The paths of one case.
 
     Args:
         op: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
         nbytes: of the full tensor: what an all-reduce reduces, an all-gather's result, what each
             rank gives to a reduce-scatter or an all-to-all.
+        calls: made one after another in a sample, which is the time of them all.
     """
     count = nbytes // options.dtype.itemsize
     inputs = [_values(op, rank, count, options, ranks) for rank in range(ranks.world_size)]
@@ -51,9 +60,24 @@ def prepare(op: str, nbytes: int, options: Options, ranks: Ranks) -> Prepared:
         "gloo": _gloo(op, x, theirs, expected, bound),
         "copies": Path(copies(op, x, torch.empty_like(out), ranks.rank, ranks.world_size)),
     }
+    if calls > 1:
+        paths = {name: _repeated(path, calls) for name, path in paths.items()}
     if mpi.is_installed() and options.dtype == torch.float32:
-        paths["MPI"] = _mpi(op, count, ranks)
+        paths["MPI"] = _mpi(op, count, calls, ranks)
     return Prepared(paths)
+
+
+def _repeated(path: Path, calls: int) -> Path:
+    """The path's work done ``calls`` times in a row, what it has to set up included."""
+    setup = path.setup or (lambda: None)
+
+    def run() -> Tensors:
+        for _ in range(calls):
+            setup()
+            result = path.run()
+        return result
+
+    return replace(path, run=run, setup=None)
 
 
 def _values(op: str, rank: int, count: int, options: Options, ranks: Ranks) -> Tensor:
@@ -91,12 +115,12 @@ def _gloo(op: str, x: Tensor, out: Tensor, expected: Tensor, bound: float) -> Pa
     return Path(run, expected, bound, setup=setup)
 
 
-def _mpi(op: str, count: int, ranks: Ranks) -> Path:
+def _mpi(op: str, count: int, calls: int, ranks: Ranks) -> Path:
     global _partner
     if _partner is None:
         _partner = mpi.Partner(ranks)
     partner = _partner
-    error = partner.prepare(op, count)
+    error = partner.prepare(op, count, calls)
     if error > 1e-6:
         raise RuntimeError(f"MPI's {op} is off by {error:.2e}")
     return Path(lambda: torch.empty(0), timed=partner.call)  # it was checked over there

@@ -9,6 +9,7 @@ from fusedcomm.benchmarks.harness.case import (
     PathResult,
     Prepared,
     Ranks,
+    Tensors,
     Verdict,
     relative_bound,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "PathResult",
     "Prepared",
     "Ranks",
+    "Tensors",
     "Verdict",
     "compare",
     "relative_bound",

@@ -29,17 +29,20 @@ def test_small_cases_run_and_agree(tmp_path: FilePath, capsys: pytest.CaptureFix
     expected = ["fusedcomm", "fusedcomm, symmetric", "gloo", "copies"]
     if mpi.is_installed():
         expected.append("MPI")
-    assert [case["labels"]["op"] for case in content["cases"]] == list(collectives.OPS)
+    assert [(case["labels"]["op"], case["labels"]["calls"]) for case in content["cases"]] == [
+        (op, calls) for op in collectives.OPS for calls in (1, collectives.REPEATS)
+    ]
     for case in content["cases"]:
         assert list(case["paths"]) == expected and case["correct"]
     assert "all_reduce: gloo / fusedcomm at any size" in out
+    assert f"all_reduce 1 KB × {collectives.REPEATS}, a call, fusedcomm" in out
     assert plot_file.stat().st_size > 10_000
 
 
 def test_every_case_has_targets() -> None:
     names = [case.name for case in collectives.cases(Options())]
     assert "all_reduce 1 KB" in names and "all_to_all 64 MB" in names
-    assert len(names) == len(set(names)) == 36
+    assert len(names) == len(set(names)) == 40
     assert {case.baseline for case in collectives.cases(QUICK)} == {"gloo"}
 
 
