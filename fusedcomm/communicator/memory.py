@@ -90,9 +90,16 @@ class Memory:
         """The symmetric tensors that are in use."""
         return [tensor for held in list(self._tensors.values()) if (tensor := held()) is not None]
 
-    def find_symmetric(self, x: torch.Tensor) -> tuple[SymmetricTensor, int] | None:
-        """The symmetric tensor in which the contiguous ``x`` lies, and its offset in bytes."""
+    def find_symmetric(
+        self, x: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[SymmetricTensor, int] | None:
+        """The symmetric tensor in which the contiguous ``x`` lies, and its offset in bytes.
+
+        None where x is also ``out``: peers may still read x when this rank's result is written.
+        """
         if not self._tensors or not x.is_contiguous():
+            return None
+        if out is not None and out.data_ptr() == x.data_ptr():
             return None
         address = x.untyped_storage().data_ptr()
         for tensor in self.tensors():

@@ -62,6 +62,7 @@ def plan(
     engine: str,
     details: tuple[Any, ...],
     algorithm: str = "direct",
+    in_place: bool = False,
 ) -> Plan:
     """The plan for one call; remembered by the communicator.
 
@@ -69,14 +70,15 @@ def plan(
         size: elements of the full tensor.
         engine, algorithm: what the caller asked for; "auto" leaves it to this function.
         details: whatever else must be equal on all ranks; shapes as tuples.
+        in_place: whether ranks read each other's x where it is, so that nothing is copied in.
 
     Raises:
         ValueError: the engine that was asked for cannot serve this group or device.
     """
-    key = (op, size, dtype, device, engine, details, algorithm)
+    key = (op, size, dtype, device, engine, details, algorithm, in_place)
     found: Plan | None = comm.plans.get(key)
     if found is None:
-        found = _decide(comm, op, size, dtype, device, engine, details, algorithm)
+        found = _decide(comm, op, size, dtype, device, engine, details, algorithm, in_place)
         comm.plans[key] = found
     return found
 
@@ -90,6 +92,7 @@ def _decide(
     engine: str,
     details: tuple[Any, ...],
     algorithm: str,
+    in_place: bool,
 ) -> Plan:
     chosen, reason = choose_engine(comm, device, dtype, engine, across=ACROSS)
     several = chosen != "plain" and comm.inside is not None
@@ -116,7 +119,7 @@ def _decide(
             f'algorithm={algorithm!r} has no kernel; engine="triton" takes {", ".join(KERNELS)}'
         )
     elif algorithm == "auto":
-        algorithm, why = choose_algorithm(comm, size * dtype.itemsize)
+        algorithm, why = choose_algorithm(comm, size * dtype.itemsize, in_place)
         reason = f"{reason}; {why}"
     words = [str(list(d)) if isinstance(d, tuple) else str(d) for d in details]
     text = f"{op} {dtype} {' '.join(words)}, engine {chosen} {algorithm}"
@@ -124,13 +127,18 @@ def _decide(
     return Plan(text, chosen, algorithm, domains, reason)
 
 
-def choose_algorithm(comm: Communicator, nbytes: int) -> tuple[str, str]:
+def choose_algorithm(comm: Communicator, nbytes: int, in_place: bool) -> tuple[str, str]:
     """The all-reduce algorithm for a vector of ``nbytes``, and a sentence of reason.
+
+    Two ranks that read each other's tensor where it is move as much in one step as in two: all of
+    it is read once, and what was reduced need not be written for the other one as well.
 
     All ranks of ``comm`` share memory, so that, by any topology's costs, these two are the fastest,
     but for ``multimem``. That is to be had by name only until it has run on a switch: whether torch
     finds a multicast pointer shows when memory is allocated, and no rank may fail by default.
     """
+    if in_place and comm.world_size == 2:
+        return "one_shot", "two ranks that read in place move no more in one step than in two"
     choice = choose("all_reduce", nbytes, comm.world_size, comm.topology, _SHARED)
     return choice.algorithm, choice.reason
 

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 
 import fusedcomm as fc
-from fusedcomm.engines.triton import activations, config, moe
+from fusedcomm.engines.triton import activations, config, moe, rows
 from fusedcomm.engines.triton.launch import Launch
 from fusedcomm.kernels import moe_rows
 from fusedcomm.planning import routing
@@ -33,7 +33,7 @@ def calls(rank: int, world_size: int, op: str, same_slot: bool, most: int = 20) 
         stack.enter_context(replaced(routing, PIECE_ROWS=2))
         stack.enter_context(replaced(moe_rows, PIECE_ROWS=tl.constexpr(2)))
         stack.enter_context(replaced(config, _INTERPRETED=16))
-        stack.enter_context(replaced(moe, _ROWS=2))
+        stack.enter_context(replaced(rows, _ROWS=2))
         stack.enter_context(replaced(activations, activation_tiles=lambda device: FEW_ROWS))
         if same_slot:
             stack.enter_context(replaced(Workspace, take_slot=lambda self: 0))

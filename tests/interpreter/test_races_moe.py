@@ -83,8 +83,7 @@ def calls(rank: int, world_size: int, ops: tuple[str, ...], same_slot: bool, tok
     torch.manual_seed(rank)
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(routing, PIECE_ROWS=2))
-        stack.enter_context(replaced(units, DIRECT_ROWS=3))
-        stack.enter_context(replaced(units.cut, __defaults__=(4,)))
+        stack.enter_context(replaced(units, DIRECT_ROWS=3, UNIT_ROWS=4))
         if same_slot:
             stack.enter_context(replaced(Workspace, take_slot=lambda self: 0))
         for number in range(CALLS):

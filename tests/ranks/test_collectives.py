@@ -218,6 +218,32 @@ def in_symmetric_memory(rank: int) -> None:
             assert torch.equal(where, total)
 
 
+def algorithms_taken(rank: int) -> dict[str, str]:
+    """For a large tensor of this rank's own, a symmetric one, and one reduced in place."""
+    comm = fc.Communicator.of()
+    memory = comm.symmetric_empty(1 << 20)
+    own, out = torch.ones(1 << 20), torch.empty(1 << 20)
+    calls = {
+        "own": (own, out),
+        "symmetric": (memory.local, out),
+        "onto itself": (memory.local,) * 2,
+    }
+    taken = {}
+    for name, (x, y) in calls.items():
+        x.fill_(1)
+        with fc.trace() as recorded:
+            fc.all_reduce(x, out=y)
+        assert (y == comm.world_size).all()
+        taken[name] = recorded.plans[0].chunks
+    return taken
+
+
+def test_two_ranks_that_read_in_place_take_one_step(pools: Pools) -> None:
+    large, small = dict.fromkeys(("own", "onto itself"), "two_shot"), {"symmetric": "one_shot"}
+    assert pools(2).run(algorithms_taken) == [large | small] * 2
+    assert set(pools(3).run(algorithms_taken)[0].values()) == {"two_shot"}
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_symmetric_inputs(pools: Pools, world_size: int) -> None:
     pools(world_size).run(in_symmetric_memory)

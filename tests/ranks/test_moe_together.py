@@ -200,7 +200,7 @@ def spans_before(rank: int) -> list[str]:
     comm.barrier()
     number = 2  # of rank 1's writes: its counts come first, and are not late
     with (
-        mock.patch.object(units.cut, "__defaults__", (1,)),
+        mock.patch.object(units, "UNIT_ROWS", 1),
         fc.trace() as recorded,
         straggler(1, "write", 0.3, nth=number) if rank else nullcontext(),
     ):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from fusedcomm.testing.races import Event, Launch, Recording, check, record
+from fusedcomm.testing.races import Event, Launch, Recording, addresses, check, record
 from fusedcomm.testing.races.addresses import merged, of_tensor
+from fusedcomm.testing.races.recording import replaced
 
 
 def step(kind, where="data", span=(0, 4), *, of=None, value=None, before=None, wanted=None):
@@ -270,3 +271,15 @@ def test_one_recording_at_a_time():
     assert recording.events == []
     with record():
         pass
+
+
+def test_what_a_module_does_not_have_is_not_replaced():
+    with replaced(addresses, merged=None):
+        assert addresses.merged is None
+    assert addresses.merged is merged
+    with (
+        pytest.raises(AttributeError, match="has no merge of its own"),
+        replaced(addresses, merge=1),
+    ):
+        pass
+    assert not hasattr(addresses, "merge")

@@ -51,8 +51,7 @@ Bounds = list[tuple[int, int]]
 
 def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction: str) -> None:
     """``out = reduction over ranks of x``, bitwise equal on every rank; both flat."""
-    # Peers may still read x there when this rank's result is written.
-    resident = None if out.data_ptr() == x.data_ptr() else comm.memory.find_symmetric(x)
+    resident = comm.memory.find_symmetric(x, out)
     with comm.collective(plan.text + place(resident)):
         if comm.world_size == 1:
             out.copy_(x)

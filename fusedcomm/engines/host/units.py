@@ -26,8 +26,8 @@ UNIT_ROWS = 512
 DIRECT_ROWS = 128
 
 
-def cut(found: list[Piece], least: int = UNIT_ROWS) -> list[list[Piece]]:
-    """Consecutive pieces, in units of at least ``least`` rows (or all there are).
+def cut(found: list[Piece]) -> list[list[Piece]]:
+    """Consecutive pieces, in units of at least ``UNIT_ROWS`` rows (or all there are).
 
     >>> sizes = [600, 300, 200, 200, 80]
     >>> starts = [0, 600, 900, 1100, 1300]
@@ -39,11 +39,11 @@ def cut(found: list[Piece], least: int = UNIT_ROWS) -> list[list[Piece]]:
     """
     units: list[list[Piece]] = []
     for piece in found:
-        if units and sum(p.rows for p in units[-1]) < least:
+        if units and sum(p.rows for p in units[-1]) < UNIT_ROWS:
             units[-1].append(piece)
         else:
             units.append([piece])
-    if len(units) > 1 and sum(p.rows for p in units[-1]) < least:
+    if len(units) > 1 and sum(p.rows for p in units[-1]) < UNIT_ROWS:
         units[-2].extend(units.pop())
     return units
 

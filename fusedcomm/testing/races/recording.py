@@ -158,8 +158,15 @@ def _stop() -> None:
 
 @contextlib.contextmanager
 def replaced(owner: Any, **members: Any) -> Iterator[None]:
-    """Members of a class or module, replaced for a while."""
+    """Members of a class or module, replaced for a while.
+
+    A class may get what it does not have; raises AttributeError for a module that has no such
+    member: it would change nothing, unseen.
+    """
     own = vars(owner)
+    missing = members.keys() - own.keys()
+    if missing and not isinstance(owner, type):
+        raise AttributeError(f"{owner!r} has no {', '.join(sorted(missing))} of its own")
     before = {name: own[name] for name in members if name in own}
     try:
         for name, member in members.items():
