@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +86,30 @@ def test_limits_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "gethostbyname", no_address)
     assert "GLOO_SOCKET_IFNAME=lo" in named(machine.examine(), "gloo's network").advice
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "used", "advised"),
+    [
+        ("always [madvise] never", "", False, True),
+        ("always [madvise] never", "1", True, False),
+        ("[always] madvise never", "", True, False),
+        ("always madvise [never]", "1", False, False),
+        (None, "1", False, False),
+    ],
+)
+def test_pages_of_large_tensors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None, asked: str, used: bool,
+    advised: bool,
+) -> None:  # fmt: skip
+    setting = tmp_path / "enabled"
+    if given is not None:
+        setting.write_text(given + "\n")
+    monkeypatch.setattr(machine, "_HUGE_PAGES", setting)
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", asked)
+    found = named(machine.examine(), "large CPU tensors")
+    assert found.value is used
+    assert ("THP_MEM_ALLOC_ENABLE=1" in found.advice) is advised
 
 
 def test_a_torch_that_sees_no_gpu_though_the_driver_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -25,6 +26,9 @@ from fusedcomm.topology.model import parse_domains
 _SOFTWARE, _MACHINE = "software", "machine"
 #: Descriptors that a rank should be able to hold: sockets and pidfds of 100 peers, and mappings.
 _DESCRIPTORS = 1024
+#: Whom Linux gives huge pages; the variable that makes torch ask for them.
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_ASKING = "THP_MEM_ALLOC_ENABLE"
 
 
 def examine() -> list[Finding]:
@@ -88,6 +92,7 @@ def _machine() -> list[Finding]:
             value=usable,
         ),
         _shared_memory(),
+        _pages(),
         _fences(),
         _descriptors(),
         _interface(),
@@ -111,6 +116,26 @@ def _shared_memory() -> Finding:
         )
     free = _available_memory()
     return Finding(_MACHINE, "shared memory", f"memfd works; {free / 1e9:.1f} GB free", value=free)
+
+
+def _pages() -> Finding:
+    """torch frees large tensors to the system, and new ones are zeroed page by page."""
+    try:
+        given = re.findall(r"\[(\w+)\]", _HUGE_PAGES.read_text())[0]
+    except (OSError, IndexError):
+        given = "never"
+    asked = os.environ.get(_ASKING) == "1"
+    used = given == "always" or (given == "madvise" and asked)
+    return Finding(
+        _MACHINE,
+        "large CPU tensors",
+        "in huge pages" if used else "in small pages",
+        advice=f"{_ASKING}=1 before Python starts: a large tensor's first use takes a third of the "
+        "time"
+        if given == "madvise" and not asked
+        else "",
+        value=used,
+    )
 
 
 def _fences() -> Finding:
