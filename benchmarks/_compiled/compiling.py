@@ -132,12 +132,11 @@ def _nvdisasm() -> str:
 
 
 def compile_all(
-    wanted: Iterable[tuple[Case, str]], workers: int | None = None, nice: int = 0
+    wanted: Iterable[tuple[Case, str]], workers: int | None = None
 ) -> Iterator[Compiled]:
     """Compile pairs of a case and a chip in ``workers`` processes (one a core), in their order.
 
-    What is compiled is kept in Triton's cache, as on any other compilation. ``nice`` is how much
-    the processes stand back for others.
+    What is compiled is kept in Triton's cache, as on any other compilation.
     """
     wanted = list(wanted)
     workers = min(workers or len(os.sched_getaffinity(0)), len(wanted))
@@ -147,6 +146,6 @@ def compile_all(
         return
     # Forked, the workers would inherit whatever threads the parent has, and their locks.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=os.nice, initargs=(nice,)) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
         work: Callable[..., Iterator[Compiled]] = pool.map
         yield from work(compile_case, *zip(*wanted, strict=True), chunksize=4)

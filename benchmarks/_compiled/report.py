@@ -111,12 +111,10 @@ def row(compiled: Compiled, plain: Compiled | None) -> Row:
     )
 
 
-def rows(
-    wanted: list[tuple[Case, str]], workers: int | None = None, nice: int = 0
-) -> Iterable[Row]:
-    """Compile, as ``compile_all`` does, and examine; one row after the other."""
+def rows(wanted: list[tuple[Case, str]], workers: int | None = None) -> Iterable[Row]:
+    """Compile and examine; one row after the other."""
     done: dict[tuple[str, str], Compiled] = {}
-    for compiled in compile_all(with_plain(wanted), workers, nice):
+    for compiled in compile_all(with_plain(wanted), workers):
         case = compiled.case
         done[case.name, compiled.chip] = compiled
         if any(case.name == other.name and compiled.chip == chip for other, chip in wanted):

@@ -19,8 +19,8 @@ class Rows:
     Processes compile ahead; whoever asks for a row waits for that one and those before it only.
     """
 
-    def __init__(self, nice: int) -> None:
-        self._coming: Iterator[report.Row] = iter(report.rows(report.selected(), nice=nice))
+    def __init__(self) -> None:
+        self._coming: Iterator[report.Row] = iter(report.rows(report.selected()))
         self._found: dict[tuple[str, str], report.Row] = {}
 
     def __getitem__(self, key: tuple[str, str]) -> report.Row:
@@ -36,23 +36,13 @@ class Rows:
         self[next((case.name, chip) for case, chip in report.selected())]
 
 
-def needs_rows(item: pytest.Item) -> bool:
-    return "rows" in getattr(item, "fixturenames", ())
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of rows come last: until then processes compile on what the others leave of cores."""
-    items.sort(key=needs_rows)  # stable
-
-
 @pytest.fixture(scope="session")
-def rows(request: pytest.FixtureRequest) -> Rows:
-    alone = all(map(needs_rows, request.session.items))
-    return Rows(nice=0 if alone else 19)
+def rows() -> Rows:
+    return Rows()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def ahead(request: pytest.FixtureRequest) -> None:
-    """The processes begin with the first test here, which is the first of the whole suite."""
-    if any(map(needs_rows, request.session.items)):
+    """Other tests compile in their own process; the rows' processes are at work meanwhile."""
+    if any("rows" in getattr(item, "fixturenames", ()) for item in request.session.items):
         request.getfixturevalue("rows").begin()
