@@ -2,9 +2,8 @@
 
 A process cannot read what another one holds in private, so that what a rank gives has to be copied
 into shared memory, and from there to where it belongs. Here a rank does just that, on a tensor and
-a buffer of its own: torch's copies, in pieces that stay in its core's cache, and no flag, no peer
-and no choice. What is made of torch's operations on such memory takes longer; where gloo takes less
-than three times as long, nothing can be three times as fast as gloo.
+a buffer of its own: torch's copies, in pieces that stay in cache, and no flag, no peer and no
+choice. What is made of torch's operations on such memory takes longer.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-#: Bytes of what is copied in at once: it is still in the second-level cache when it is copied out.
-_PIECE_BYTES = 1 << 18
+#: Bytes copied in at once, still in cache when they are copied out (256 KB: a fifth slower).
+_PIECE_BYTES = 1 << 20
 
 
 def copies(op: str, x: Tensor, out: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
