@@ -7,7 +7,6 @@ of a group of one domain: nobody there can tell that the others' rows are not th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,16 +14,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fusedcomm.engines.routed import Routed
+from fusedcomm.engines.routed import Laid
 from fusedcomm.planning.moe import Terms
 from fusedcomm.planning.relaying import places_from
-from fusedcomm.planning.routing import Array, Layout, Placement, sort_choices
+from fusedcomm.planning.routing import Array, Layout, sort_choices
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Origin(Routed):
+class Origin(Laid):
     """The rows of some sources for this domain; ranks are those of the domain.
 
     Without padding, whatever ``align`` is, and as many as there are, also with a capacity: nobody
@@ -36,17 +35,8 @@ class Origin(Routed):
         places: ``[received]``, where each row that this rank receives lies among all.
     """
 
-    whole: Layout
     room: int | None
     places: Tensor
-
-    @functools.cached_property
-    def placement(self) -> Placement:
-        return self.whole.placement
-
-    @functools.cached_property
-    def layout(self) -> Layout:
-        return self.whole
 
     @property
     def most_received(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedcomm.engines.origins import Origin, Origins, rows_from
-from fusedcomm.engines.routed import Routed
+from fusedcomm.engines.routed import Laid
 from fusedcomm.planning.moe import Terms, digest_text
 from fusedcomm.planning.relaying import (
     Carriers,
@@ -28,32 +28,23 @@ from fusedcomm.planning.relaying import (
     read_choices,
     slots_by_domain,
 )
-from fusedcomm.planning.routing import Array, Layout, Placement, sort_choices
+from fusedcomm.planning.routing import Array, Layout, sort_choices
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Carried(Routed):
+class Carried(Laid):
     """One source's rows for this domain, as if it sent them itself; ranks are those of the domain.
 
     Attributes:
-        of: the source.
         whole: the places of all sources' rows.
+        of: the source.
         by: who sends them.
     """
 
     of: int
-    whole: Layout
     by: Carriers
-
-    @functools.cached_property
-    def placement(self) -> Placement:
-        return self.whole.placement
-
-    @functools.cached_property
-    def layout(self) -> Layout:
-        return self.whole
 
     @functools.cached_property
     def source(self) -> int:
@@ -103,9 +94,7 @@ class Relay(NamedTuple):
 
     def in_order(self, values: Tensor) -> Tensor:
         """Values of the rows as they are sent, in the order of the choices."""
-        found = values.new_empty(self.routed.slot.numel())
-        found[self.routed.order[: self.choices]] = values
-        return found[self.places]
+        return self.routed.by_choice(values)[self.places]
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +158,7 @@ class Relays:
                 begin = end
             _, sent, rows = map(there, sort_choices(theirs, none))
             size = len(domains[mine])
-            routed = Carried(terms, place, size, table, sent, rows, source, layout, carriers)
+            routed = Carried(terms, place, size, table, sent, rows, layout, source, carriers)
             carried.append(Relay(routed, there(places), theirs))
         return cls(
             terms,

@@ -97,6 +97,31 @@ class Routed:
         wide = torch.promote_types(weights.dtype, torch.float32)
         return weights.reshape(-1)[self.order].to(wide).unsqueeze(1)
 
+    def by_choice(self, values: Tensor) -> Tensor:
+        """A value of every row, as they are sent, ``[T * k]`` by choice; of no row, anything."""
+        found = values.new_empty(self.slot.numel())
+        found[self.order[: len(values)]] = values
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Laid(Routed):
+    """A part of a larger routing, inside one domain, whose places are there already.
+
+    Attributes:
+        whole: the places.
+    """
+
+    whole: Layout
+
+    @functools.cached_property
+    def placement(self) -> Placement:
+        return self.whole.placement
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return self.whole
+
 
 @functools.lru_cache(maxsize=64)
 def _layout(table: bytes, world_size: int, terms: Terms) -> Layout:

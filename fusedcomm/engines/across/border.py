@@ -145,8 +145,13 @@ def refuse_capture() -> None:
         )
 
 
-def weight_grad(relays: Relays, dots: dict[int, Tensor], weights: Tensor) -> Tensor:
-    """The gradient of a rank's weights ``[T, k]`` from all domains'; 0 for no expert."""
+def weight_grad(relays: Relays, dots: dict[int, Tensor], weights: Tensor | None) -> Tensor | None:
+    """The gradient of a rank's weights ``[T, k]`` from all domains'; 0 for no expert.
+
+    None without weights, or where nothing was made for them.
+    """
+    if weights is None or not dots:
+        return None
     found = weights.new_zeros(weights.numel(), dtype=dots[relays.mine].dtype)
     for domain, values in dots.items():
         found[relays.choices[domain]] = values

@@ -210,10 +210,7 @@ def moe_ffn_backward(
             dots |= sums.dots
         elif dots:
             dots |= border.finish_back()[1]
-    d_weights = None
-    if weights is not None and dots:
-        d_weights = weight_grad(relays, dots, weights)
-    return [dx, d_weights, *grads]
+    return [dx, weight_grad(relays, dots, weights), *grads]
 
 
 def moe_ffn_choices(

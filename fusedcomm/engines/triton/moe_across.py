@@ -210,10 +210,7 @@ def moe_ffn_backward(
             dots |= came
         elif dots:
             dots |= border.finish_back()[1]
-    d_weights = None
-    if weights is not None and dots:
-        d_weights = weight_grad(relays, dots, weights)
-    return [dx, d_weights, *grads]
+    return [dx, weight_grad(relays, dots, weights), *grads]
 
 
 def moe_ffn_choices(
@@ -327,11 +324,9 @@ def _dots(border: Border, dy: Tensor, kept: Tensor) -> dict[int, Tensor]:
         (origins.own, own, dy, [relays.mine]),
         (origins.others, others, _rows(border), relays.others),
     ):
-        dots = dot_rows(rows, origin.tokens[: origin.sent], theirs)
-        by_choice = dots.new_empty(origin.slot.numel())
-        by_choice[origin.order[: origin.sent]] = dots
+        dots = origin.by_choice(dot_rows(rows, origin.tokens[: origin.sent], theirs))
         carried = [relays.carried[domain] for domain in domains]
-        split = by_choice.split([each.routed.slot.numel() for each in carried])
+        split = dots.split([each.routed.slot.numel() for each in carried])
         for domain, each, values in zip(domains, carried, split, strict=True):
             found[domain] = values[each.places]
     return found
