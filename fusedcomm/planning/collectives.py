@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,9 +27,13 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _SHARED = ("one_shot", "two_shot")
 #: The all-reduce algorithms that the Triton engine has.
 KERNELS = ("one_shot", "two_shot", "ring", "multimem")
-#: Bytes of data that one slot holds: a larger tensor goes through in pieces of this size, which
-#: stay in the last-level cache and need no more memory than this, whatever the tensor's size.
-SLOT_BYTES = 1 << 22
+#: Bytes of data that one slot has room for, whatever the tensor's size.
+SLOT_BYTES = 1 << 23
+#: A larger tensor goes through in pieces of this size, which stay in a core's cache. A slot then
+#: has room for several, to be used in turn where going on in the same cache is slow.
+_PIECE_BYTES = 1 << 20
+#: Looked at once: it takes as long as a quarter of a small call.
+_CORES = os.cpu_count() or 1
 #: The least region that is allocated, so that tensors which grow a little do not grow it each time.
 _LEAST_BYTES = 1 << 14
 
@@ -62,7 +67,6 @@ def plan(
     engine: str,
     details: tuple[Any, ...],
     algorithm: str = "direct",
-    in_place: bool = False,
 ) -> Plan:
     """The plan for one call; remembered by the communicator.
 
@@ -70,15 +74,14 @@ def plan(
         size: elements of the full tensor.
         engine, algorithm: what the caller asked for; "auto" leaves it to this function.
         details: whatever else must be equal on all ranks; shapes as tuples.
-        in_place: whether ranks read each other's x where it is, so that nothing is copied in.
 
     Raises:
         ValueError: the engine that was asked for cannot serve this group or device.
     """
-    key = (op, size, dtype, device, engine, details, algorithm, in_place)
+    key = (op, size, dtype, device, engine, details, algorithm)
     found: Plan | None = comm.plans.get(key)
     if found is None:
-        found = _decide(comm, op, size, dtype, device, engine, details, algorithm, in_place)
+        found = _decide(comm, op, size, dtype, device, engine, details, algorithm)
         comm.plans[key] = found
     return found
 
@@ -92,7 +95,6 @@ def _decide(
     engine: str,
     details: tuple[Any, ...],
     algorithm: str,
-    in_place: bool,
 ) -> Plan:
     chosen, reason = choose_engine(comm, device, dtype, engine, across=ACROSS)
     several = chosen != "plain" and comm.inside is not None
@@ -119,26 +121,28 @@ def _decide(
             f'algorithm={algorithm!r} has no kernel; engine="triton" takes {", ".join(KERNELS)}'
         )
     elif algorithm == "auto":
-        algorithm, why = choose_algorithm(comm, size * dtype.itemsize, in_place)
+        algorithm, why = choose_algorithm(comm, size * dtype.itemsize, chosen)
         reason = f"{reason}; {why}"
     words = [str(list(d)) if isinstance(d, tuple) else str(d) for d in details]
     text = f"{op} {dtype} {' '.join(words)}, engine {chosen} {algorithm}"
+    if chosen == "host" and size * dtype.itemsize > _PIECE_BYTES:
+        text += f", in pieces of {piece_bytes(comm.world_size)} bytes"  # by the cores that it sees
     domains = comm.topology.domains if algorithm == "hierarchical" else None
     return Plan(text, chosen, algorithm, domains, reason)
 
 
-def choose_algorithm(comm: Communicator, nbytes: int, in_place: bool) -> tuple[str, str]:
+def choose_algorithm(comm: Communicator, nbytes: int, engine: str) -> tuple[str, str]:
     """The all-reduce algorithm for a vector of ``nbytes``, and a sentence of reason.
 
-    Two ranks that read each other's tensor where it is move as much in one step as in two: all of
-    it is read once, and what was reduced need not be written for the other one as well.
+    Two ranks that read each other's memory move no more in one step than in two: each writes and
+    reads all of it once, be it half of x and half of the result or x alone.
 
     All ranks of ``comm`` share memory, so that, by any topology's costs, these two are the fastest,
     but for ``multimem``. That is to be had by name only until it has run on a switch: whether torch
     finds a multicast pointer shows when memory is allocated, and no rank may fail by default.
     """
-    if in_place and comm.world_size == 2:
-        return "one_shot", "two ranks that read in place move no more in one step than in two"
+    if engine == "host" and comm.world_size == 2:
+        return "one_shot", "two ranks move no more in one step than in two"
     choice = choose("all_reduce", nbytes, comm.world_size, comm.topology, _SHARED)
     return choice.algorithm, choice.reason
 
@@ -170,10 +174,25 @@ def region_of(nbytes: int) -> int:
     return max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
 
 
+def piece_bytes(world_size: int) -> int:
+    """Bytes of the pieces of a large tensor.
+
+    Ranks that share cores get the whole slot: with each piece they come to wait for each other, and
+    each of them finds another one's data in the caches.
+    """
+    return _PIECE_BYTES if _apart(world_size) else SLOT_BYTES
+
+
+def _apart(world_size: int) -> bool:
+    """Whether every rank may have a core of its own."""
+    return world_size <= _CORES
+
+
 @functools.lru_cache(maxsize=1024)
 def space(nbytes: int, world_size: int) -> Space:
     """Every rank offers ``nbytes`` in its own memory, with flags enough for any algorithm."""
-    return Space("collective", 1, region_of(nbytes), _most_messages(world_size))
+    banks = SLOT_BYTES // _PIECE_BYTES if _apart(world_size) else 1
+    return Space("collective", 1, region_of(nbytes), _most_messages(world_size), banks=banks)
 
 
 @functools.cache
@@ -196,4 +215,4 @@ def spaces(
     total = math.prod(shape)
     cut = (-(-size // world_size) * world_size * (total // size) for size in shape if size)
     elements = max(cut, default=1) if total else 0
-    return [space(min(SLOT_BYTES, elements * dtype.itemsize), world_size)]
+    return [space(min(piece_bytes(world_size), elements * dtype.itemsize), world_size)]

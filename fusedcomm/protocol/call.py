@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fusedcomm import circles
-from fusedcomm.protocol.workspace import FLAG_WORDS, Workspace
+from fusedcomm.protocol.workspace import BANK_WORD, FLAG_WORDS, Workspace
 from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.waiting import Awaited, Watch, reached
 
@@ -42,6 +42,7 @@ class Call:
         "_here",
         "_pairs",
         "_compared",
+        "_bank",
     )
 
     def __init__(self, watch: Watch, workspace: Workspace, op: str) -> None:
@@ -54,6 +55,11 @@ class Call:
         self._here = workspace.segments[watch.rank]
         self._pairs = workspace.pairs[slot]
         self._compared: set[int] = set()
+        # In bytes from the first bank; None where there is but one, and nobody need be told.
+        self._bank: int | None = None
+        if workspace.banks > 1:
+            bank = self._epoch % workspace.banks if workspace.rotation.on else 0
+            self._bank = bank * workspace.region_bytes
         if _recorder is not None:
             self._record("begin", self.rank, -1)
 
@@ -79,7 +85,7 @@ class Call:
         """A part of this rank's region of the slot in ``owner``'s memory, for it to write."""
         if _recorder is not None:
             self._record("write", owner, chunk)
-        start = self._pairs[self.rank].data + offset
+        start = self._pairs[self.rank].data + (self._bank or 0) + offset
         return self._pairs[owner].there.tensor(start, shape, dtype)
 
     def read(
@@ -89,7 +95,11 @@ class Call:
         owner = self.rank if self._workspace.pushed else source
         if _recorder is not None:
             self._record("read", owner, chunk)
-        start = self._pairs[source].data + offset
+        pair = self._pairs[source]
+        start = pair.data + offset
+        if self._bank is not None:
+            there = self._here.words[pair.came + chunk * FLAG_WORDS + BANK_WORD]
+            start += self._bank if source == self.rank else there
         return self._pairs[owner].there.tensor(start, shape, dtype)
 
     def read_symmetric(
@@ -114,19 +124,30 @@ class Call:
         if _recorder is not None:
             self._record("signal", reader, chunk)
         pair = self._pairs[reader]
+        words, index = pair.there.words, pair.ready + chunk * FLAG_WORDS
+        if self._bank is not None:
+            words[index + BANK_WORD] = self._bank
         self._watch.fence()
-        pair.there.words[pair.ready + chunk * FLAG_WORDS] = self._epoch
+        words[index] = self._epoch
 
     def signal_all(self, readers: Sequence[int]) -> None:
         """``signal`` to each, of chunk 0; one fence for all."""
         if _recorder is not None:
             for reader in readers:
                 self._record("signal", reader, 0)
-        pairs, epoch = self._pairs, self._epoch
+        pairs, epoch, bank = self._pairs, self._epoch, self._bank
+        if bank is not None:
+            for reader in readers:
+                pair = pairs[reader]
+                pair.there.words[pair.ready + BANK_WORD] = bank
         self._watch.fence()
         for reader in readers:
             pair = pairs[reader]
             pair.there.words[pair.ready] = epoch
+
+    def judge(self, writing_s: float, whole_s: float) -> None:
+        """Have it looked at whether this rank's next calls write elsewhere; see ``Rotation``."""
+        self._workspace.rotation.judge(writing_s, whole_s)
 
     def wait(self, source: int, chunk: int = 0) -> None:
         """Wait until ``source`` has written its ``chunk`` (its ``signal`` to this rank)."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedcomm.board import FLAG_STRIDE
+from fusedcomm.protocol.rotation import Rotation
 from fusedcomm.symmetric.exchange import allocate
 from fusedcomm.symmetric.groups import TorchGroup
 from fusedcomm.waiting import Watch
@@ -16,6 +17,9 @@ SLOTS = 2
 
 #: From one flag to the next, in int32 words.
 FLAG_WORDS = FLAG_STRIDE // 4
+#: The word behind a ready flag, written before it: which bank the writer took, as bytes from the
+#: first one. It is data, which the flag guards.
+BANK_WORD = 1
 
 _PAGE = 4096
 _LINE = 128
@@ -32,6 +36,8 @@ class Space(NamedTuple):
         chunks: the most chunks that a source signals to one reader.
         slots: buffer sets; 1 where the readers of a call are done before the next one begins.
         shared: whether all sources push into the one region of their reader's memory.
+        banks: places for a slot's data, of which the writer takes one and tells its readers; more
+            than 1 only where it writes into its own memory, for the host.
     """
 
     kind: str
@@ -40,6 +46,7 @@ class Space(NamedTuple):
     chunks: int
     slots: int = SLOTS
     shared: bool = False
+    banks: int = 1
 
 
 class Pair(NamedTuple):
@@ -49,7 +56,7 @@ class Pair(NamedTuple):
         there: the peer's memory.
         ready, consumed: the words there that this rank sets; of its first chunk.
         came, read: the words here that the peer sets; of its first chunk.
-        data: the offset of what the peer writes, in whichever memory that is.
+        data: the offset of what the peer writes, in whichever memory that is; of its first bank.
     """
 
     there: Any
@@ -83,6 +90,8 @@ class Workspace:
         self.region_bytes = -(-space.region_bytes // _LINE) * _LINE
         self.chunks = space.chunks
         self.slots = space.slots
+        self.banks = space.banks
+        self.rotation = Rotation()
         #: Whether a source writes into its reader's memory, not into its own.
         self.pushed = space.regions > 1 or space.shared
         self.device = device
@@ -123,8 +132,8 @@ class Workspace:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of data, all slots."""
-        return self.slots * self.regions * self.region_bytes
+        """Bytes of data, all slots and banks."""
+        return self.slots * self.banks * self.regions * self.region_bytes
 
     def fits(self, space: Space) -> bool:
         return space.region_bytes <= self.region_bytes and space.chunks <= self.chunks
@@ -173,9 +182,9 @@ class Workspace:
         return self._consumed + (slot * self._world_size + reader) * FLAG_WORDS
 
     def data_offset(self, slot: int, writer: int) -> int:
-        """Where the data that ``writer`` writes begins."""
+        """Where the data that ``writer`` writes begins; its first bank."""
         region = writer if self.regions > 1 else 0
-        return self._data + (slot * self.regions + region) * self.region_bytes
+        return self._data + (slot * self.banks * self.regions + region) * self.region_bytes
 
     def part(
         self, owner: int, slot: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype

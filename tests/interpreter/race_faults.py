@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,7 @@ from typing import Any
 
 import fusedcomm as fc
 from fusedcomm.protocol import Call
+from fusedcomm.protocol.workspace import BANK_WORD
 from fusedcomm.testing.races.recording import replaced
 
 _Fault = Callable[[], AbstractContextManager[None]]
@@ -56,7 +57,7 @@ def _host(**methods: Callable[..., Any]) -> _Fault:
     return lambda: replaced(Call, **methods)
 
 
-_wait, _write, _signal = Call.wait, Call.write, Call.signal
+_wait, _write, _signal, _signal_all = Call.wait, Call.write, Call.signal, Call.signal_all
 
 
 def _signal_before_writing(self: Call, owner: int, *place: Any, **more: Any) -> Any:
@@ -66,6 +67,16 @@ def _signal_before_writing(self: Call, owner: int, *place: Any, **more: Any) -> 
         if reader != self.rank:
             self.signal(reader, chunk)
     return _write(self, owner, *place, **more)
+
+
+def _bank_told_late(self: Call, readers: Sequence[int]) -> None:
+    bank, self._bank = self._bank, None
+    _signal_all(self, readers)
+    self._bank = bank
+    assert bank is not None
+    for reader in readers:
+        pair = self._pairs[reader]
+        pair.there.words[pair.ready + BANK_WORD] = bank
 
 
 def _consume_before_reading(self: Call, source: int, chunk: int = 0) -> None:
@@ -196,6 +207,7 @@ _GATHER, _SCATTER, _REDUCE = "all_gather_linear", "linear_reduce_scatter", "line
 FAULTS: dict[str, _Fault] = {
     "host: no wait": _host(wait=lambda self, source, chunk=0: None),
     "host: signal before write": _host(write=_signal_before_writing),
+    "host: bank told late": _host(signal_all=_bank_told_late),
     "host: slot used early": _host(
         await_reader=lambda self, reader: self._await_consumed(reader, self._epoch - 2),
         await_readers=lambda self, readers: [

@@ -14,6 +14,8 @@ from torch import Tensor
 import fusedcomm as fc
 from fusedcomm.planning import collectives as planning
 from fusedcomm.programs import ALGORITHMS
+from fusedcomm.protocol import workspace
+from fusedcomm.protocol.rotation import Rotation
 from tests.ranks.cases import shard, strided
 from tests.ranks.checking import overlap, poison_slots, poisoned, storage_range
 
@@ -169,9 +171,34 @@ SHAPES = ((8,), (3, 5), (7, 2, 3), (0, 4), (5, 0), (1,), (64, 33))
 @contextmanager
 def small_slots(nbytes: int | None) -> Iterator[None]:
     """Have tensors go through in pieces of this size. For all ranks alike."""
-    value = planning.SLOT_BYTES if nbytes is None else nbytes
-    with mock.patch.object(planning, "SLOT_BYTES", value):
+    if nbytes is None:
         yield
+        return
+    with mock.patch.object(planning, "piece_bytes", lambda world_size: nbytes):
+        yield
+
+
+@contextmanager
+def going_round(on: bool) -> Iterator[None]:
+    """Have this rank, in new workspaces, go round their banks for good, or never.
+
+    Every rank calls this, as if each had a core of its own.
+    """
+
+    class Fixed(Rotation):
+        def __init__(self) -> None:
+            super().__init__()
+            self.on = on
+
+        def judge(self, writing_s: float, whole_s: float) -> None: ...
+
+    planning.space.cache_clear()
+    with (
+        mock.patch.object(planning, "_CORES", 1 << 10),
+        mock.patch.object(workspace, "Rotation", Fixed),
+    ):
+        yield
+    planning.space.cache_clear()
 
 
 def check_shapes(rank: int, engine: str, slot_bytes: int | None, group: Any = None) -> None:

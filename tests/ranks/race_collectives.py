@@ -15,7 +15,7 @@ from fusedcomm import pairs
 from fusedcomm.programs import ALGORITHMS
 from fusedcomm.protocol import Workspace
 from fusedcomm.testing.races.recording import replaced
-from tests.ranks.collective_calls import counts_of, small_slots
+from tests.ranks.collective_calls import counts_of, going_round, small_slots
 
 CALLS = 3
 #: Elements of a vector; float32. With slots of 64 bytes it goes through in several pieces.
@@ -112,10 +112,18 @@ OPERATIONS: dict[str, Callable[[fc.Communicator], None]] = {
 }
 
 
-def calls(rank: int, names: tuple[str, ...], slot_bytes: int, same_slot: bool) -> None:
-    """Three rounds of the operations."""
-    comm = fc.Communicator.of(channel="races")
+def calls(
+    rank: int, names: tuple[str, ...], slot_bytes: int, same_slot: bool, round_: bool = False
+) -> None:
+    """Three rounds of the operations.
+
+    Args:
+        round_: whether the even ranks go round their banks, the others not.
+    """
+    comm = fc.Communicator.of(channel="races round" if round_ else "races")
     with contextlib.ExitStack() as stack:
+        if round_:
+            stack.enter_context(going_round(rank % 2 == 0))
         stack.enter_context(small_slots(slot_bytes))
         if same_slot:
             stack.enter_context(replaced(Workspace, take_slot=lambda self: 0))

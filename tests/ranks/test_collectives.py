@@ -19,6 +19,7 @@ from tests.ranks.collective_calls import (
     check_dtypes,
     check_shapes,
     draw,
+    going_round,
     reduced,
     small_slots,
 )
@@ -238,10 +239,24 @@ def algorithms_taken(rank: int) -> dict[str, str]:
     return taken
 
 
-def test_two_ranks_that_read_in_place_take_one_step(pools: Pools) -> None:
-    large, small = dict.fromkeys(("own", "onto itself"), "two_shot"), {"symmetric": "one_shot"}
-    assert pools(2).run(algorithms_taken) == [large | small] * 2
+def test_two_ranks_take_one_step(pools: Pools) -> None:
+    assert set(pools(2).run(algorithms_taken)[0].values()) == {"one_shot"}
     assert set(pools(3).run(algorithms_taken)[0].values()) == {"two_shot"}
+
+
+def with_banks(rank: int, slot_bytes: int | None) -> None:
+    """Every rank goes round its banks, or not, for itself, and tells its readers."""
+    for number in range(2):
+        with going_round(rank % 2 == number), fc.Communicator.of(channel="banks") as comm:
+            check_shapes(rank, "host", slot_bytes, comm)
+            held = comm.memory.workspaces["collective"]
+            assert held.banks > 1 and held.rotation.on == (rank % 2 == number)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("slot_bytes", [None, 64])
+def test_banks(pools: Pools, world_size: int, slot_bytes: int | None) -> None:
+    pools(world_size).run(with_banks, slot_bytes)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -21,17 +21,17 @@ SIZES = (1, PARTS, PARTS // 2 + 1)
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(
-    ("slot_bytes", "same_slot"),
-    [(1 << 20, True), (1 << 20, False), (64, False)],
-    ids=["one slot", "slots in turn", "pieces"],
+    ("slot_bytes", "same_slot", "round_"),
+    [(1 << 20, True, False), (1 << 20, False, False), (64, False, False), (64, False, True)],
+    ids=["one slot", "slots in turn", "pieces", "banks"],
 )
 def test_collectives_are_clean(
-    pools: Pools, world_size: int, slot_bytes: int, same_slot: bool
+    pools: Pools, world_size: int, slot_bytes: int, same_slot: bool, round_: bool
 ) -> None:
     if world_size == 4 and not same_slot:
         pytest.skip("three ranks show it; four are for halving and doubling")
     recordings = pools(world_size).run(
-        races.recorded, calls, tuple(OPERATIONS), slot_bytes, same_slot, timeout_s=120
+        races.recorded, calls, tuple(OPERATIONS), slot_bytes, same_slot, round_, timeout_s=120
     )
     assert races.check(recordings) == []
     for recording in recordings:
@@ -54,6 +54,7 @@ def test_messages_are_clean(pools: Pools, world_size: int) -> None:
         ("signal before write", "all_reduce one_shot"),
         ("signal before write", "all_gather"),
         ("signal before write", "broadcast"),
+        ("bank told late", "all_gather"),
         ("slot used early", "all_reduce one_shot"),
         ("slot used early", "all_reduce ring"),
         ("slot used early", "reduce_scatter"),
@@ -65,7 +66,7 @@ def test_messages_are_clean(pools: Pools, world_size: int) -> None:
     ],
 )
 def test_a_fault_is_found(pools: Pools, fault: str, operation: str) -> None:
-    arguments = ((operation,), 1 << 20, True)
+    arguments = ((operation,), 1 << 20, True, "bank" in fault)
     found = races.find(pools(3), faulty_calls, f"host: {fault}", *arguments)
     assert found, f"{fault} in {operation} was not found"
     assert all(race.memory.startswith(("workspace", "symmetric tensor")) for race in found)

@@ -22,6 +22,7 @@ at the end of each piece, whether or not anything was read of it: the next call 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from fusedcomm.engines.host.exchanging import (
     cut,
     exchange,
     exchange_counts,
+    judge,
     offer_parts,
     piece_of,
     place,
@@ -56,10 +58,13 @@ def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction
         if comm.world_size == 1:
             out.copy_(x)
             return
-        pieces = pieces_of(x.numel(), x.dtype, planning.SLOT_BYTES)
+        pieces = pieces_of(x.numel(), x.dtype, planning.piece_bytes(comm.world_size))
         # As many at a time as there are slots, stage by stage: while one piece's messages are
         # under way, the other one is worked on.
+        began, writing = perf_counter(), 0.0
         for first in range(0, len(pieces), SLOTS):
+            if first == SLOTS:
+                began, writing = perf_counter(), 0.0
             executions = [
                 _begun(comm, plan, x, out, start, stop, reduction, resident)
                 for start, stop in pieces[first : first + SLOTS]
@@ -68,6 +73,9 @@ def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction
                 for execution in executions:
                     if stage < len(execution.stages):
                         execution.run(stage)
+            writing += sum(execution.writing_s for execution in executions)
+        nbytes = 0 if resident is not None else pieces[0][1] * x.dtype.itemsize
+        judge(executions[-1].call, nbytes, writing, began)
         if resident is not None:
             executions[-1].await_done()
 
@@ -104,7 +112,7 @@ def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: B
             return
         copy, wait = steps()
         received = columns(out, bounds)
-        pieces, nbytes = cut(x.shape[0], bounds[0][1], dtype, 1, resident)
+        pieces, nbytes = cut(comm, x.shape[0], bounds[0][1], dtype, 1, resident)
 
         def offer(call: Call, piece: Piece | None) -> None:
             part = piece_of(x, piece)
@@ -138,7 +146,7 @@ def reduce_scatter(
             return
         copy, wait = steps()
         parts = columns(x, bounds)
-        pieces, region = cut(x.shape[0], bounds[0][1], dtype, world_size, resident)
+        pieces, region = cut(comm, x.shape[0], bounds[0][1], dtype, world_size, resident)
 
         def offer(call: Call, piece: Piece | None) -> None:
             offer_parts(call, piece, parts, comm.successors, region, copy)
@@ -197,7 +205,7 @@ def all_to_all(
             begins = [sum(counts[source][:rank]) for source in range(world_size)]
         copy, wait = steps()
         sent, received = x.split_with_sizes(sends), out.split_with_sizes(takes)
-        pieces, region = cut(widest, inner, dtype, world_size, resident)
+        pieces, region = cut(comm, widest, inner, dtype, world_size, resident)
 
         def offer(call: Call, piece: Piece | None) -> None:
             offer_parts(call, piece, sent, comm.successors, region, copy)
@@ -230,7 +238,7 @@ def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) 
         if not peers:
             return
         copy, wait = steps()
-        for start, stop in pieces_of(x.numel(), dtype, planning.SLOT_BYTES):
+        for start, stop in pieces_of(x.numel(), dtype, planning.piece_bytes(comm.world_size)):
             shape = (stop - start,)
             call = comm.memory.take(
                 "broadcast", space((stop - start) * dtype.itemsize, comm.world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,12 @@ from fusedcomm.communicator import Communicator
 from fusedcomm.engines.counts import check_all_counts
 from fusedcomm.planning import collectives as planning
 from fusedcomm.planning.collectives import space
-from fusedcomm.protocol import Call
+from fusedcomm.protocol import SLOTS, Call
 from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.trace import is_open, span
 
+#: Pieces from which on the time to write them says something.
+_JUDGED_BYTES = 1 << 17
 #: The symmetric tensor in which every rank's input lies, and where in it, in bytes.
 Resident = tuple[SymmetricTensor, int]
 
@@ -56,11 +59,19 @@ class Cut(NamedTuple):
     nbytes: int
 
 
-def cut(rows: int, width: int, dtype: torch.dtype, parts: int, resident: Resident | None) -> Cut:
-    """Cut the widest part so that ``parts`` of them fit into a slot; not if all lies in place."""
+def cut(
+    comm: Communicator,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    parts: int,
+    resident: Resident | None,
+) -> Cut:
+    """Cut the widest part so that ``parts`` of them are a piece; not if all lies in place."""
     if resident is not None:
         return Cut((None,), 0)
-    return _cut(rows, width, dtype.itemsize, max(1, planning.SLOT_BYTES // dtype.itemsize // parts))
+    most = planning.piece_bytes(comm.world_size)
+    return _cut(rows, width, dtype.itemsize, max(1, most // dtype.itemsize // parts))
 
 
 @lru_cache(maxsize=256)
@@ -99,11 +110,16 @@ def exchange(
     peers = comm.successors
     need = space(nbytes, comm.world_size)
     before: tuple[Call, Piece | None] | None = None
-    for piece in pieces:
+    began, writing = perf_counter(), 0.0
+    for number, piece in enumerate(pieces):
         call = comm.memory.take(op, need)
         call.await_readers(peers)
+        if number == SLOTS:
+            began, writing = perf_counter(), 0.0
         if resident is None:
+            start = perf_counter()
             offer(call, piece)
+            writing += perf_counter() - start
         call.signal_all(peers)
         if before is not None:
             take(*before)
@@ -112,8 +128,21 @@ def exchange(
     assert before is not None
     take(*before)
     before[0].consumed_all(peers)
+    judge(before[0], nbytes, writing, began)
     if resident is not None:
         before[0].await_done(peers)
+
+
+def judge(call: Call, nbytes: int, writing_s: float, began_s: float) -> None:
+    """Have a slot's later uses look at how long this call took to write; small ones say nothing.
+
+    Args:
+        nbytes: of a piece.
+        writing_s, began_s: time spent in writing, and when it began to count: where a call has
+            more pieces than slots, from the first one on that takes a slot again.
+    """
+    if nbytes >= _JUDGED_BYTES:
+        call.judge(writing_s, perf_counter() - began_s)
 
 
 def steps() -> tuple[Callable[..., None], Callable[..., None]]:

@@ -8,6 +8,7 @@ there, and everything else goes straight to where the result belongs.
 from __future__ import annotations
 
 from functools import lru_cache
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -85,6 +86,10 @@ def stages(algorithm: str, size: int, n: int, rank: int, domains: Domains | None
 class Execution:
     """One rank's program on one slot. All stages must be run, in their order.
 
+    Attributes:
+        call: the slot's use.
+        writing_s: seconds in which x was copied in.
+
     Flags: ready[me][message] on the receiver, awaited there by its ``Receive``; consumed on every
     peer after the last stage, whether or not anything was read of it: the next program may be
     another.
@@ -118,36 +123,39 @@ class Execution:
         self._divisor = comm.world_size if reduction == "avg" else 1
         self._resident = resident
         self._copy, self._wait = steps()
-        self._call: Call = comm.memory.take(op, space(self._size * self._bytes, comm.world_size))
+        self.writing_s = 0.0
+        self.call: Call = comm.memory.take(op, space(self._size * self._bytes, comm.world_size))
 
     def run(self, stage: int) -> None:
         """Run a stage; the result is there when the last one is done."""
         if stage == 0:
-            self._call.await_readers(self.peers)
+            self.call.await_readers(self.peers)
         for step in self.stages[stage]:
             if isinstance(step, _Give):
                 self._give(step)
             else:
                 self._take(step)
         if stage == len(self.stages) - 1:
-            self._call.consumed_all(self.peers)
+            self.call.consumed_all(self.peers)
 
     def await_done(self) -> None:
         """Wait until every peer has read what it reads of x in place."""
-        self._call.await_done(self.peers)
+        self.call.await_done(self.peers)
 
     def _give(self, step: _Give) -> None:
         if step.copies and self._resident is None:
             peer, message = step.signals[0]
             target = self._own(step.start, step.stop, message)
             part = self._range(self._x, step.start, step.stop)
+            start = perf_counter()
             self._copy(target, part, self.rank, "for", peer)
+            self.writing_s += perf_counter() - start
         for peer, message in step.signals:
-            self._call.signal(peer, message)
+            self.call.signal(peer, message)
 
     def _take(self, step: _Take) -> None:
         for source, message in step.awaited:
-            self._wait(self._call, source, message)
+            self._wait(self.call, source, message)
         start, stop = step.start, step.stop
         if start == stop:
             return
@@ -173,13 +181,13 @@ class Execution:
         if fresh and self._resident is not None:
             tensor, base = self._resident
             place = (source, base + offset, shape, self._dtype, message)
-            return self._call.read_symmetric(tensor, *place)
-        return self._call.read(source, offset, shape, self._dtype, message)
+            return self.call.read_symmetric(tensor, *place)
+        return self.call.read(source, offset, shape, self._dtype, message)
 
     def _own(self, start: int, stop: int, message: int) -> Tensor:
         """A range of this rank's slot, to be written."""
         shape = (stop - start,)
-        return self._call.write(self.rank, start * self._bytes, shape, self._dtype, message)
+        return self.call.write(self.rank, start * self._bytes, shape, self._dtype, message)
 
     def _range(self, vector: Tensor, start: int, stop: int) -> Tensor:
         return vector if stop - start == self._size else vector.narrow(0, start, stop - start)

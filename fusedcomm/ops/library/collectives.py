@@ -61,14 +61,10 @@ def fill_all_reduce(
     ``purpose``: what else must be equal on all ranks, and is named where it is not.
     """
     details = (tuple(x.shape), op, *purpose)
-    call = (comm, "all_reduce", x, x.numel(), engine, details, algorithm)
-    copied, ops = _decide(*call)
-    in_place = _decide(*call, in_place=True)[0] if copied.engine == "host" else copied
-    differ = in_place.algorithm != copied.algorithm
+    chosen, ops = _decide(comm, "all_reduce", x, x.numel(), engine, details, algorithm)
     run = ops.all_reduce
 
     def fill(x: Tensor, out: Tensor) -> None:
-        chosen = in_place if differ and comm.memory.find_symmetric(x, out) else copied
         record_plan("all_reduce", chosen.engine, chosen.algorithm, chosen.reason)
         run(comm, chosen, x.view(-1), out.view(-1), op)
 
@@ -161,9 +157,8 @@ def _decide(
     engine: str,
     details: tuple[Any, ...],
     algorithm: str = "direct",
-    in_place: bool = False,
 ) -> tuple[Plan, ModuleType]:
-    chosen = plan(comm, op, size, x.dtype, x.device, engine, details, algorithm, in_place)
+    chosen = plan(comm, op, size, x.dtype, x.device, engine, details, algorithm)
     several = comm.inside is not None and chosen.engine != "plain"
     return chosen, operations_of("across" if several else chosen.engine, "collectives")
 

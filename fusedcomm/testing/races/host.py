@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines.triton.streams import SideStream
+from fusedcomm.protocol.workspace import BANK_WORD, FLAG_WORDS
 from fusedcomm.symmetric.shm import Segment
 from fusedcomm.testing.races.addresses import of_tensor
 from fusedcomm.testing.races.recording import Recorder, replaced
@@ -63,7 +64,10 @@ class Accesses(TorchDispatchMode):
 
 
 class Flags:
-    """A segment's int32 words, each access to which is an acquire or a release."""
+    """A segment's int32 words, each access to which is an acquire or a release.
+
+    All but those that tell a bank: they are data, for which a flag must have been awaited.
+    """
 
     def __init__(self, words: memoryview, recorder: Recorder) -> None:
         self.words = words
@@ -74,12 +78,18 @@ class Flags:
 
     def __getitem__(self, index: int) -> int:
         value = self.words[index]
-        self._recorder.add("acquire", word(self.words, index), value=value)
+        if index % FLAG_WORDS == BANK_WORD:
+            self._recorder.add("read", word(self.words, index))
+        else:
+            self._recorder.add("acquire", word(self.words, index), value=value)
         return value
 
     def __setitem__(self, index: int, value: int) -> None:
-        before = self.words[index]
-        self._recorder.add("release", word(self.words, index), value=value, before=before)
+        if index % FLAG_WORDS == BANK_WORD:
+            self._recorder.add("write", word(self.words, index))
+        else:
+            before = self.words[index]
+            self._recorder.add("release", word(self.words, index), value=value, before=before)
         self.words[index] = value
 
 
