@@ -37,7 +37,7 @@ from fusedcomm.trace import trace
 # How long the ranks take to leave an all-reduce (who leaves later starts late, and the sample
 # counts from there), and then look at the clock. A virtual machine's cores that were asleep need a
 # while to be given a real one each: with 0.3 ms, up to half of the samples took twice as long.
-AGREEMENT_NS = 2_000_000
+AGREEMENT_NS = 1_000_000
 
 
 @dataclass(frozen=True)

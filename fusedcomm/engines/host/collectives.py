@@ -118,8 +118,10 @@ def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: B
             part = piece_of(x, piece)
             copy(call.write(rank, 0, part.shape, dtype), part, rank, "of", rank)
 
-        def take(call: Call, piece: Piece | None) -> None:
+        def keep(piece: Piece | None) -> None:
             copy(piece_of(received[rank], piece), piece_of(x, piece), rank, "from", rank)
+
+        def take(call: Call, piece: Piece | None) -> None:
             for source in comm.successors:
                 wait(call, source)
                 part = piece_of(received[source], piece)
@@ -130,7 +132,7 @@ def all_gather(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, bounds: B
                     theirs = call.read_symmetric(tensor, source, base, part.shape, dtype)
                 copy(part, theirs, rank, "from", source)
 
-        exchange(comm, "all_gather", pieces, nbytes, offer, take, resident)
+        exchange(comm, "all_gather", pieces, nbytes, offer, take, resident, keep)
 
 
 def reduce_scatter(
@@ -211,8 +213,7 @@ def all_to_all(
             offer_parts(call, piece, sent, comm.successors, region, copy)
 
         def take(call: Call, piece: Piece | None) -> None:
-            # Whole, once: the pieces are cut for what travels.
-            if piece is None or piece.top == piece.left == 0:
+            if piece == pieces[-1]:  # Whole, once: the pieces are cut for what travels.
                 copy(received[rank], sent[rank], rank, "from", rank)
             for source in comm.successors:
                 wait(call, source)

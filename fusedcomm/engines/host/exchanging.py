@@ -99,6 +99,7 @@ def exchange(
     offer: Callable[[Call, Piece | None], None],
     take: Callable[[Call, Piece | None], None],
     resident: Resident | None,
+    keep: Callable[[Piece | None], None] | None = None,
 ) -> None:
     """Every piece through a slot of its own; one is offered before the last one is taken.
 
@@ -106,6 +107,7 @@ def exchange(
         nbytes: what a slot must hold; nothing where all is resident.
         offer: copies in what peers read of a piece; not called where it is resident.
         take: waits for the peers, and reads what they offered.
+        keep: does what needs no peer, while what it reads is still in cache.
     """
     peers = comm.successors
     need = space(nbytes, comm.world_size)
@@ -121,6 +123,8 @@ def exchange(
             offer(call, piece)
             writing += perf_counter() - start
         call.signal_all(peers)
+        if keep is not None:
+            keep(piece)
         if before is not None:
             take(*before)
             before[0].consumed_all(peers)

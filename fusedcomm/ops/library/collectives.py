@@ -66,7 +66,7 @@ def fill_all_reduce(
 
     def fill(x: Tensor, out: Tensor) -> None:
         record_plan("all_reduce", chosen.engine, chosen.algorithm, chosen.reason)
-        run(comm, chosen, x.view(-1), out.view(-1), op)
+        run(comm, chosen, _flat(x), _flat(out), op)
 
     return fill
 
@@ -144,7 +144,7 @@ def fill_broadcast(comm: Communicator, x: Tensor, src: int, engine: str) -> Fill
 
     def fill(x: Tensor, out: Tensor) -> None:
         record_plan("broadcast", chosen.engine, chosen.algorithm, chosen.reason)
-        run(comm, chosen, x.view(-1), out.view(-1), src)
+        run(comm, chosen, _flat(x), _flat(out), src)
 
     return fill
 
@@ -161,6 +161,11 @@ def _decide(
     chosen = plan(comm, op, size, x.dtype, x.device, engine, details, algorithm)
     several = comm.inside is not None and chosen.engine != "plain"
     return chosen, operations_of("across" if several else chosen.engine, "collectives")
+
+
+def _flat(x: Tensor) -> Tensor:
+    """A contiguous tensor as a vector; a view takes a tenth of a small call out of cache."""
+    return x if x.dim() == 1 else x.view(-1)
 
 
 def _columns(shape: Sequence[int], dim: int, size: int, parts: int) -> tuple[int, Bounds]:
