@@ -7,12 +7,15 @@ the same layout, in shared memory of its own::
     failed                          set by a rank that gave up (on GPUs, whose host does not wait)
     ready[slot][source][chunk]      set by ``source``, whose data this rank will read
     consumed[slot][reader]          set by ``reader`` when it has read what this rank wrote
-    data[slot][region]              ``region_bytes`` each
+    data[slot][bank][region]        ``region_bytes`` each
 
 Every byte of data has one writer for as long as the workspace lives: one region where a rank writes
 only into its own memory (and peers pull), one region per source where it writes into its peers'
 (push). So it is enough that a writer awaits the readers of what it wrote itself, whatever the
 shapes of the calls before.
+
+A slot may have several **banks**. Its writer takes one for each use, and tells which in a word
+beside ``ready`` that it writes before the flag; see ``rotation``.
 
 A **shared** region is pushed into by all sources, each row at the place that the call's plan gives
 it, so that a byte has one writer in a call but another one in the next. There a reader awaits
