@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm as fc
+from fusedcomm.planning import collectives as planning
 from fusedcomm.protocol import Call
 from fusedcomm.testing import RankError, straggler
 from fusedcomm.testing.disturb import EVENTS, disturb
@@ -174,6 +175,27 @@ def other_algorithm(rank: int) -> Seen:
 def test_another_algorithm(pools: Pools) -> None:
     for seen in pools(3).run(other_algorithm):
         assert_told(seen, "MismatchError", "host ring", "host two_shot")
+
+
+def other_cores(rank: int, size: int) -> Seen:
+    """Rank 1 sees fewer cores than ranks (``PYTHON_CPU_COUNT``), so it cuts otherwise."""
+    comm = fc.Communicator.of(channel="cores", timeout_s=60)
+    planning.space.cache_clear()
+    with mock.patch.object(planning, "_CORES", 1 if rank else 8):
+        seen = see(comm, lambda: [call("all_reduce", comm, size), comm.barrier()])
+    planning.space.cache_clear()
+    comm.close()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(12, ("an allocation",)), (1 << 18, ("pieces of 1048576", "pieces of 8388608"))],
+    ids=["small", "large"],
+)
+def test_another_number_of_cores(pools: Pools, size: int, words: tuple[str, ...]) -> None:
+    for seen in pools(2).run(other_cores, size):
+        assert_told(seen, "MismatchError", *words)
 
 
 # Deaths

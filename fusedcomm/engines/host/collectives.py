@@ -22,7 +22,6 @@ at the end of each piece, whether or not anything was read of it: the next call 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -32,18 +31,17 @@ from fusedcomm.engines.combining import combine
 from fusedcomm.engines.host.exchanging import (
     Piece,
     Resident,
+    Writing,
     columns,
     cut,
     exchange,
     exchange_counts,
-    judge,
     offer_parts,
     piece_of,
     place,
     steps,
 )
 from fusedcomm.engines.host.running import Execution, pieces_of, stages
-from fusedcomm.planning import collectives as planning
 from fusedcomm.planning.collectives import Plan, space
 from fusedcomm.protocol import SLOTS, Call
 from fusedcomm.trace import span
@@ -58,24 +56,23 @@ def all_reduce(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, reduction
         if comm.world_size == 1:
             out.copy_(x)
             return
-        pieces = pieces_of(x.numel(), x.dtype, planning.piece_bytes(comm.world_size))
+        pieces = pieces_of(comm, x)
         # As many at a time as there are slots, stage by stage: while one piece's messages are
         # under way, the other one is worked on.
-        began, writing = perf_counter(), 0.0
+        writing = Writing()
         for first in range(0, len(pieces), SLOTS):
             if first == SLOTS:
-                began, writing = perf_counter(), 0.0
+                writing.restart()
             executions = [
-                _begun(comm, plan, x, out, start, stop, reduction, resident)
+                _begun(comm, plan, x, out, start, stop, reduction, resident, writing)
                 for start, stop in pieces[first : first + SLOTS]
             ]
             for stage in range(1, max(len(execution.stages) for execution in executions)):
                 for execution in executions:
                     if stage < len(execution.stages):
                         execution.run(stage)
-            writing += sum(execution.writing_s for execution in executions)
         nbytes = 0 if resident is not None else pieces[0][1] * x.dtype.itemsize
-        judge(executions[-1].call, nbytes, writing, began)
+        writing.judge(executions[-1].call, nbytes)
         if resident is not None:
             executions[-1].await_done()
 
@@ -89,6 +86,7 @@ def _begun(
     stop: int,
     reduction: str,
     resident: Resident | None,
+    writing: Writing,
 ) -> Execution:
     """The execution of a piece, its first stage run."""
     size = stop - start
@@ -97,7 +95,7 @@ def _begun(
         x, out = x[start:stop], out[start:stop]
         if resident is not None:
             resident = resident[0], resident[1] + start * x.dtype.itemsize
-    execution = Execution(comm, "all_reduce", program, x, out, reduction, resident)
+    execution = Execution(comm, "all_reduce", program, x, out, reduction, resident, writing)
     execution.run(0)
     return execution
 
@@ -239,7 +237,7 @@ def broadcast(comm: Communicator, plan: Plan, x: Tensor, out: Tensor, src: int) 
         if not peers:
             return
         copy, wait = steps()
-        for start, stop in pieces_of(x.numel(), dtype, planning.piece_bytes(comm.world_size)):
+        for start, stop in pieces_of(comm, x):
             shape = (stop - start,)
             call = comm.memory.take(
                 "broadcast", space((stop - start) * dtype.itemsize, comm.world_size)

@@ -112,16 +112,15 @@ def exchange(
     peers = comm.successors
     need = space(nbytes, comm.world_size)
     before: tuple[Call, Piece | None] | None = None
-    began, writing = perf_counter(), 0.0
+    writing = Writing()
     for number, piece in enumerate(pieces):
         call = comm.memory.take(op, need)
         call.await_readers(peers)
         if number == SLOTS:
-            began, writing = perf_counter(), 0.0
+            writing.restart()
         if resident is None:
-            start = perf_counter()
-            offer(call, piece)
-            writing += perf_counter() - start
+            with writing:
+                offer(call, piece)
         call.signal_all(peers)
         if keep is not None:
             keep(piece)
@@ -132,21 +131,36 @@ def exchange(
     assert before is not None
     take(*before)
     before[0].consumed_all(peers)
-    judge(before[0], nbytes, writing, began)
+    writing.judge(before[0], nbytes)
     if resident is not None:
         before[0].await_done(peers)
 
 
-def judge(call: Call, nbytes: int, writing_s: float, began_s: float) -> None:
-    """Have a slot's later uses look at how long this call took to write; small ones say nothing.
+class Writing:
+    """The time within ``with``, in which a rank writes what others read, out of all since it began.
 
-    Args:
-        nbytes: of a piece.
-        writing_s, began_s: time spent in writing, and when it began to count: where a call has
-            more pieces than slots, from the first one on that takes a slot again.
+    To be restarted where a call first takes a slot again: memory was read there in this very call.
     """
-    if nbytes >= _JUDGED_BYTES:
-        call.judge(writing_s, perf_counter() - began_s)
+
+    __slots__ = ("_began", "_entered", "_spent")
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew."""
+        self._began, self._spent = perf_counter(), 0.0
+
+    def __enter__(self) -> None:
+        self._entered = perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._spent += perf_counter() - self._entered
+
+    def judge(self, call: Call, nbytes: int) -> None:
+        """Have later calls write elsewhere if this took long; pieces of few bytes say nothing."""
+        if nbytes >= _JUDGED_BYTES:
+            call.judge(self._spent, perf_counter() - self._began)
 
 
 def steps() -> tuple[Callable[..., None], Callable[..., None]]:

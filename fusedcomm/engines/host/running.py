@@ -8,21 +8,19 @@ there, and everything else goes straight to where the result belongs.
 from __future__ import annotations
 
 from functools import lru_cache
-from time import perf_counter
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fusedcomm.communicator import Communicator
 from fusedcomm.engines.combining import combine
-from fusedcomm.engines.host.exchanging import steps
+from fusedcomm.engines.host.exchanging import Resident, Writing, steps
+from fusedcomm.planning import collectives as planning
 from fusedcomm.planning.collectives import space
 from fusedcomm.programs import all_reduce_programs
 from fusedcomm.programs.all_reduce import Domains
 from fusedcomm.programs.steps import Send
 from fusedcomm.protocol import Call
-from fusedcomm.symmetric.tensor import SymmetricTensor
 from fusedcomm.trace import is_open, span
 
 
@@ -88,7 +86,6 @@ class Execution:
 
     Attributes:
         call: the slot's use.
-        writing_s: seconds in which x was copied in.
 
     Flags: ready[me][message] on the receiver, awaited there by its ``Receive``; consumed on every
     peer after the last stage, whether or not anything was read of it: the next program may be
@@ -103,7 +100,8 @@ class Execution:
         x: Tensor,
         out: Tensor,
         reduction: str,
-        resident: tuple[SymmetricTensor, int] | None,
+        resident: Resident | None,
+        writing: Writing,
     ) -> None:
         """Take the slot.
 
@@ -111,6 +109,7 @@ class Execution:
             x, out: flat, contiguous, of the program's size; they may be the same.
             reduction: "sum", "avg", "max" or "min".
             resident: the symmetric tensor in which every rank's x lies, and the offset in bytes.
+            writing: takes the time in which x is copied in.
         """
         self.rank = comm.rank
         self.peers = comm.successors
@@ -123,7 +122,7 @@ class Execution:
         self._divisor = comm.world_size if reduction == "avg" else 1
         self._resident = resident
         self._copy, self._wait = steps()
-        self.writing_s = 0.0
+        self._writing = writing
         self.call: Call = comm.memory.take(op, space(self._size * self._bytes, comm.world_size))
 
     def run(self, stage: int) -> None:
@@ -147,9 +146,8 @@ class Execution:
             peer, message = step.signals[0]
             target = self._own(step.start, step.stop, message)
             part = self._range(self._x, step.start, step.stop)
-            start = perf_counter()
-            self._copy(target, part, self.rank, "for", peer)
-            self.writing_s += perf_counter() - start
+            with self._writing:
+                self._copy(target, part, self.rank, "for", peer)
         for peer, message in step.signals:
             self.call.signal(peer, message)
 
@@ -193,9 +191,10 @@ class Execution:
         return vector if stop - start == self._size else vector.narrow(0, start, stop - start)
 
 
-def pieces_of(size: int, dtype: torch.dtype, slot_bytes: int) -> list[tuple[int, int]]:
+def pieces_of(comm: Communicator, x: Tensor) -> list[tuple[int, int]]:
     """Cut a vector into pieces that fit into a slot; at least one, which may be empty."""
-    step = max(1, slot_bytes // dtype.itemsize)
+    size = x.shape[0]
+    step = max(1, planning.piece_bytes(comm.world_size) // x.dtype.itemsize)
     if size <= step:
         return [(0, size)]
     return [(start, min(start + step, size)) for start in range(0, size, step)]
